@@ -1,0 +1,38 @@
+"""NVFP4 as a torch.compile backend: ``torch.compile(model, backend="nvfp4")``.
+
+Public names: `explain` says what would happen to a model, `Options` are what ``options={...}`` takes, `Plan` is
+the decision, `invalidate` is for weight edits torch cannot see, `fp4_compile.errors` are a user's mistakes, and
+`fp4_compile.testing` serves users' own golden tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["Options", "Plan", "Precision", "Reason", "__version__", "explain", "invalidate"]
+
+if TYPE_CHECKING:
+    from fp4_compile.explanation import explain
+    from fp4_compile.options import Options
+    from fp4_compile.plan import Plan, Precision, Reason
+    from fp4_compile.weights import invalidate
+
+_HOMES = {
+    "Options": "options",
+    "Plan": "plan",
+    "Precision": "plan",
+    "Reason": "plan",
+    "explain": "explanation",
+    "invalidate": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: importing fp4_compile stays free of Inductor."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fp4_compile' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"fp4_compile.{_HOMES[name]}"), name)

@@ -1,0 +1,127 @@
+"""Every private torch API that fp4_compile stands on, imported here and nowhere else.
+
+A new torch release is checked by reading this file: each name says what it is used for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
+from torch._dynamo.utils import counters as dynamo_counters
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+__all__ = [
+    "BackendCompilerFailed",
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InternalTorchDynamoError",
+    "TorchDynamoException",
+    "aot_autograd",
+    "compile_fx_inner",
+    "compile_with_inductor",
+    "custom_passes",
+    "dynamo_counters",
+    "dynamo_input_position",
+    "fake_mode_of",
+    "inductor_setting_names",
+    "is_static_input",
+    "make_boxed_func",
+    "make_fx",
+    "min_cut_rematerialization_partition",
+    "mode_settings",
+    "observe_pass",
+    "select_decomp_table",
+    "statically_true",
+    "without_autograd_cache",
+]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    config_patches: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Inductor's whole-graph compile with settings and an inner compiler of our own."""
+    return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def without_autograd_cache() -> Iterator[None]:
+    """Keep AOTAutogradCache out of a compile.
+
+    Its key holds neither ``inner_compile`` nor what that does to the program, so it would serve another
+    process's program without the weight prologue (torch 2.14; Inductor's own FxGraphCache is not affected).
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor settings of ``torch.compile(mode=...)``."""
+    return list_mode_options(mode) if mode else {}
+
+
+def inductor_setting_names() -> list[str]:
+    """The names ``torch.compile``'s options accept for Inductor, dots for nested ones."""
+    return list(inductor_config.get_config_copy())
+
+
+def custom_passes(hook: str) -> tuple[Any, ...]:
+    """Passes a user already hung on an Inductor hook; ours are added to them, never put in their place."""
+    current = getattr(inductor_config, hook)
+    if current is None:
+        return ()
+    return tuple(current) if isinstance(current, (list, tuple)) else (current,)
+
+
+def is_static_input(example: object) -> bool:
+    """Whether Dynamo hands this graph input over as a parameter or buffer of a module."""
+    static = getattr(example, "_dynamo_static_input_type", None) is not None
+    return isinstance(example, torch.Tensor) and (static or isinstance(example, torch.nn.Parameter))
+
+
+def dynamo_input_position(placeholder: fx.Node) -> int | None:
+    """Which of the Dynamo graph's inputs an AOTAutograd placeholder is; None for tangents and the like."""
+    description = placeholder.meta.get("desc")
+    position = getattr(description, "idx", None)
+    return position if isinstance(position, int) else None
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode of a graph's values."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return None
+
+
+def statically_true(condition: object) -> bool:
+    """Whether a (symbolic) condition is known to hold; never adds a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))  # type: ignore[arg-type]
+
+
+def observe_pass(gm: fx.GraphModule, name: str, run: Callable[[fx.Graph], None]) -> None:
+    """Run a graph pass where torch sees it: named, timed, and disabled by ``TORCHINDUCTOR_DISABLED_PASSES``."""
+    GraphTransformObserver(gm, name, subsystem="joint_graph_passes").apply_graph_pass(run)

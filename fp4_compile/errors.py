@@ -1,0 +1,27 @@
+"""What a user can do wrong, as types.
+
+Dynamo wraps whatever a backend raises in ``torch._dynamo.exc.BackendCompilerFailed``; the message of these
+errors is part of the wrapper's message, and the object itself is its ``inner_exception``.
+"""
+
+from __future__ import annotations
+
+
+class Fp4CompileError(Exception):
+    """Base of every error that fp4_compile raises on purpose."""
+
+
+class OptionError(Fp4CompileError, ValueError):
+    """An option is unknown, of the wrong type, or out of its range."""
+
+
+class DumpError(Fp4CompileError, OSError):
+    """The folder named by the ``dump`` option cannot be written."""
+
+
+class PlanError(Fp4CompileError, ValueError):
+    """A plan cannot be read, or does not fit the model it is given to."""
+
+
+class VerificationError(Fp4CompileError, RuntimeError):
+    """A pass left a graph that breaks an invariant: a fault of fp4_compile, never of the user."""

@@ -1,0 +1,94 @@
+"""The options of ``torch.compile(model, backend="nvfp4", options={...})``: typed, frozen, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from typing_extensions import Literal, get_type_hints
+
+from fp4_compile.errors import OptionError
+from fp4_compile.plan import Plan
+
+WeightBlock = Literal["1x16", "16x16"]
+FourOverSix = Literal["none", "weights", "activations", "all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a model is compiled. Every field has a default; an unknown or ill-typed key is an `OptionError`."""
+
+    dump: str | None = None
+    """Folder that receives, per compiled graph, the captured graph, the graph after each pass, the plan and
+    the program that runs. Created if missing. Does not change the generated code."""
+
+    plan: Plan | None = None
+    """A `Plan` (or the path of a saved one) whose decisions replace the default policy's, site by site.
+    Sites the plan does not name follow the default policy; a plan that names no site of the graph is a
+    `PlanError`."""
+
+    weight_block: WeightBlock = "1x16"
+    """Elements that share one block scale in a weight: ``"1x16"`` along the contraction (least error), or
+    ``"16x16"`` (one encoding serves W and its transpose, arXiv:2509.25149 section 4.3)."""
+
+    four_over_six: FourOverSix = "none"
+    """Which operands choose, block by block, between a largest code of 6 and of 4 (arXiv:2512.02010)."""
+
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of ``torch._inductor.config`` for this compile, as ``torch.compile``'s own ``options`` takes
+    them for Inductor; for instance ``{"max_autotune": True}``."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """Check a user's dictionary and make it an `Options`.
+
+        Raises:
+            OptionError: a key is unknown (the message suggests the nearest), or a value is of the wrong type.
+            PlanError: the ``plan`` file cannot be read as a plan.
+        """
+        given = dict(given or {})
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in names:
+                raise OptionError(f"unknown option {key!r}{suggest(key, names)}; the options are {names}")
+        if isinstance(given.get("plan"), (str, os.PathLike)):
+            given["plan"] = Plan.load(given["plan"])
+        if isinstance(given.get("dump"), os.PathLike):
+            given["dump"] = os.fspath(given["dump"])
+        for key, value in given.items():
+            _check(key, value, get_type_hints(cls)[key])
+        return cls(**given)
+
+    def digest(self) -> str:
+        """Hex digest of everything here that can change generated code (``dump`` cannot)."""
+        plan = self.plan.digest() if self.plan else None
+        fields = (self.weight_block, self.four_over_six, plan, sorted(self.inductor.items(), key=str))
+        return hashlib.sha256(json.dumps(fields, default=repr).encode()).hexdigest()
+
+
+def suggest(word: str, known: list[str]) -> str:
+    """``, did you mean ...?`` for the nearest known word, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _check(key: str, value: object, hint: object) -> None:
+    if hint in (WeightBlock, FourOverSix):
+        choices = list(get_args(hint))
+        if value not in choices:
+            near = suggest(value, choices) if isinstance(value, str) else ""
+            raise OptionError(f"option {key!r} is {value!r}{near}; it takes one of {choices}")
+        return
+    expected: dict[str, tuple[type, ...]] = {
+        "dump": (str, type(None)),
+        "plan": (Plan, type(None)),
+        "inductor": (Mapping,),
+    }
+    if not isinstance(value, expected[key]):
+        wants = {"dump": "a folder's path", "plan": "a Plan or the path of a saved one", "inductor": "a dict"}
+        raise OptionError(f"option {key!r} is {value!r} of type {type(value).__name__}; it takes {wants[key]}")

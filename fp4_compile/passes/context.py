@@ -1,0 +1,42 @@
+"""What a pass is given besides the graph, and what it hands to the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from fp4_compile.options import Options
+from fp4_compile.plan import Decision, Plan, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matrix multiplication in a graph: the site, its node, and its operands.
+
+    ``lhs`` is [..., M, K] and ``rhs`` is [..., K, N]; for a 1x1 convolution ``lhs`` is the image and ``rhs``
+    the filter, as the convolution has them.
+    """
+
+    site: Site
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+
+
+@dataclasses.dataclass
+class Context:
+    """One compile's state, made anew for each graph Dynamo hands over."""
+
+    options: Options
+    static_inputs: frozenset[int] = frozenset()
+    """Positions of parameters and buffers among the Dynamo graph's inputs."""
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
+    """What `find_matmuls` found in the graph at hand."""
+    decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)
+    """What `assign` decided, by site key; grows if the pipeline runs over several (sub)graphs."""
+
+    @property
+    def plan(self) -> Plan:
+        """Every decision of this compile."""
+        return Plan(tuple(self.decisions.values()))

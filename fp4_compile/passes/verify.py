@@ -1,0 +1,48 @@
+"""Check what every pass must leave true; raise at the pass that broke it, not three stages later.
+
+The graph is not changed.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fp4_compile import ops
+from fp4_compile.errors import VerificationError
+from fp4_compile.passes.context import Context
+from fp4_compile.passes.graph import value
+from fp4_compile.plan import Precision
+
+
+def verify(graph: fx.Graph, context: Context) -> None:
+    """Check the fp4 operations of a graph and that the plan's decisions were carried out.
+
+    Raises:
+        VerificationError: an invariant does not hold; a fault of fp4_compile.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise VerificationError(f"{node.name} ({node.target}) has no fake value")
+        if node.target is ops.scaled_mm:
+            _check_scaled_mm(node)
+    left = {m.site.key for m in context.matmuls if m.node in graph.nodes}
+    for matmul in context.matmuls:
+        decided = context.decisions[matmul.site.key].precision
+        if (matmul.site.key in left) == (decided is Precision.NVFP4):
+            raise VerificationError(f"{matmul.site.key} was decided {decided.value}, and the graph says otherwise")
+
+
+def _check_scaled_mm(node: fx.Node) -> None:
+    for codes, scales, amax in (node.args[0:3], node.args[3:6]):
+        kinds = [value(n).dtype for n in (codes, scales, amax)]  # type: ignore[arg-type]
+        if kinds != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
+            raise VerificationError(f"{node.name}: operand dtypes are {kinds}")
+        packed, blocks = value(codes).shape[-1], value(scales).shape[-1]  # type: ignore[arg-type]
+        if packed != blocks * (ops.BLOCK // 2):
+            raise VerificationError(f"{node.name}: {packed} bytes of codes do not match {blocks} block scales")
+        source = codes.args[0] if isinstance(codes, fx.Node) and codes.target is operator.getitem else codes
+        if isinstance(source, fx.Node) and source.op != "placeholder" and source.target is not ops.quantize:
+            raise VerificationError(f"{node.name}: codes come from {source.target}, not from a quantizer")

@@ -1,0 +1,296 @@
+"""The decision as data: which matrix multiplications run in NVFP4, and why each was decided so."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+
+from fp4_compile.cost_model.gemm import gemm_flops
+from fp4_compile.errors import PlanError
+
+SCHEMA = 1
+
+
+class Precision(enum.Enum):
+    """What a matmul runs in."""
+
+    NVFP4 = "nvfp4"
+    """Both operands in NVFP4, accumulated in FP32."""
+    BF16 = "bf16"
+    """Left as the model wrote it: BF16 in a BF16 model or under autocast, FP32 in an FP32 model."""
+
+
+class Role(enum.Enum):
+    """Which of a layer's three GEMMs a site is."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+class Reason(enum.Enum):
+    """Why a site got its precision. The value is the short name a plan prints."""
+
+    QUANTIZED = "quantized"
+    PLAN = "given plan"
+    ATTENTION = "attention product"
+    TWO_ACTIVATIONS = "two activations"
+    ROUTER = "router"
+    VOCABULARY = "vocabulary or scores"
+    FEW_OUTPUTS = "few outputs"
+    SHORT_CONTRACTION = "short contraction"
+    PADDING = "padding"
+    DYNAMIC_CONTRACTION = "dynamic contraction"
+    DTYPE = "dtype"
+    BACKWARD = "backward"
+    FAILED = "failed"
+
+
+ADVICE = {
+    Reason.FEW_OUTPUTS: "layers with few outputs gain nothing in FP4: leave them, or merge parallel ones into one",
+    Reason.SHORT_CONTRACTION: "widen the layer's input: FP4 needs K >= 32 to pay for its scales",
+    Reason.PADDING: "make the layer's input width a multiple of 16",
+    Reason.DYNAMIC_CONTRACTION: "make the contraction static: do not mark that dimension dynamic",
+    Reason.DTYPE: "run the model in bfloat16, float16 or float32",
+    Reason.FAILED: "report it, with TORCH_LOGS=+fp4_compile's output: it is a fault of fp4_compile",
+    Reason.BACKWARD: "nothing to do: this release trains with an NVFP4 forward and a high-precision backward",
+}
+"""What a user can change to get a site into FP4; a reason that is not here is right as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One matrix multiplication ``[batch, M, K] @ [batch, K, N]`` of a model.
+
+    ``key`` names it the same way in every compile of the model: module path, kind of operation, role, and an
+    ordinal where one module has several. Sizes are sympy expressions; symbols are dynamic dimensions.
+    """
+
+    module: str
+    op: str
+    role: Role
+    ordinal: int
+    batch: sympy.Expr
+    m: sympy.Expr
+    n: sympy.Expr
+    k: sympy.Expr
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """For instance ``encoder.layer.0.output.dense:mm.fprop`` or ``attn:bmm.fprop#1``."""
+        ordinal = f"#{self.ordinal}" if self.ordinal else ""
+        return f"{self.module}:{self.op}.{self.role.value}{ordinal}"
+
+    @property
+    def shape(self) -> str:
+        """``MxNxK``, or ``B*MxNxK`` for a batched product."""
+        batch = "" if self.batch == 1 else f"{self.batch}*"
+        return batch + "x".join(f"({e})" if e.is_Add else str(e).replace(" ", "") for e in (self.m, self.n, self.k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A site, the precision it runs in, why, and a sentence with the numbers behind the reason."""
+
+    site: Site
+    precision: Precision
+    reason: Reason
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Every decision taken for one or more graphs. Immutable; prints, saves, loads, compares."""
+
+    decisions: tuple[Decision, ...]
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    def __getitem__(self, key: str) -> Decision:
+        """The decision of the site with this key.
+
+        Raises:
+            KeyError: no site has it.
+        """
+        for decision in self.decisions:
+            if decision.site.key == key:
+                return decision
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return any(decision.site.key == key for decision in self.decisions)
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def select(self, precision: Precision) -> tuple[Decision, ...]:
+        """The decisions for one precision."""
+        return tuple(d for d in self.decisions if d.precision is precision)
+
+    def fp4_share(self) -> float | None:
+        """Share of the plan's matmul FLOPs that runs in NVFP4, 0..1; None without any matmul.
+
+        Dynamic sizes are taken as 1024: they cancel where all sites share them.
+        """
+        total = fp4 = 0.0
+        for d in self.decisions:
+            s = d.site
+            flops = gemm_flops(s.batch, s.m, s.n, s.k)
+            value = float(flops.subs({symbol: 1024 for symbol in flops.free_symbols}))
+            total += value
+            fp4 += value if d.precision is Precision.NVFP4 else 0.0
+        return fp4 / total if total else None
+
+    def summary(self) -> str:
+        """One line: how many matmuls run in NVFP4, and what share of the FLOPs that is."""
+        share = self.fp4_share()
+        flops = "" if share is None else f", {100 * share:.1f}% of the matmul FLOPs"
+        return f"{len(self.select(Precision.NVFP4))} of {len(self)} matmuls in NVFP4{flops}"
+
+    def render(self, width: int = 100) -> str:
+        """A table of at most ``width`` columns (60 or more), one line a site, and the summary."""
+        rows = [
+            (d.site.key, d.site.shape, precision_name(d), f"{d.reason.value}: {d.detail}" if d.detail else d.reason.value)
+            for d in self.decisions
+        ]
+        rows.insert(0, ("site", "MxNxK", "precision", "reason"))
+        site, shape, reason = (max(len(row[i]) for row in rows) for i in (0, 1, 3))
+        shape = min(shape, 26)
+        free = width - shape - len("precision") - 6
+        if site + reason > free:
+            site = min(site, max(free // 2, free - reason))
+            reason = free - site
+        lines = [
+            f"{_clip(s, site, left=True):<{site}}  {_clip(x, shape):<{shape}}  {p:<9}  {_clip(r, reason)}".rstrip()
+            for s, x, p, r in rows
+        ]
+        return "\n".join([*lines, self.summary()])
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives an equal plan back."""
+        sites = []
+        for d in self.decisions:
+            s = d.site
+            sites.append(
+                {
+                    "key": s.key,
+                    "module": s.module,
+                    "op": s.op,
+                    "role": s.role.value,
+                    "ordinal": s.ordinal,
+                    "batch": str(s.batch),
+                    "m": str(s.m),
+                    "n": str(s.n),
+                    "k": str(s.k),
+                    "dtype": s.dtype,
+                    "precision": d.precision.value,
+                    "reason": d.reason.name.lower(),
+                    "detail": d.detail,
+                }
+            )
+        return json.dumps({"schema": SCHEMA, "sites": sites}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not a plan, or of a schema this version does not know.
+        """
+        try:
+            data = json.loads(text)
+            if data.get("schema") != SCHEMA:
+                raise PlanError(f"the plan has schema {data.get('schema')!r}; this version reads {SCHEMA}")
+            return cls(tuple(_decision(entry) for entry in data["sites"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"not a plan: {error!r}; a plan is what Plan.to_json wrote") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan.
+
+        Raises:
+            PlanError: the file is missing or is not a plan.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_json(file.read())
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error.strerror}") from error
+
+    def digest(self) -> str:
+        """Hex digest of what the plan decides (sites and precisions; not reasons)."""
+        decided = sorted((d.site.key, d.precision.value) for d in self.decisions)
+        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
+
+    def diff(self, other: Plan) -> str:
+        """What ``other`` decides otherwise, one line a site; empty if the two decide alike."""
+        mine, theirs = ({d.site.key: d.precision.value for d in p} for p in (self, other))
+        keys = dict.fromkeys([*mine, *theirs])
+        return "\n".join(
+            f"{key}: {mine.get(key, 'absent')} -> {theirs.get(key, 'absent')}"
+            for key in keys
+            if mine.get(key) != theirs.get(key)
+        )
+
+
+def merge(plans: Iterable[Plan]) -> Plan:
+    """One plan of several graphs' plans; a site met again keeps its first decision."""
+    decisions: dict[str, Decision] = {}
+    for plan in plans:
+        for decision in plan:
+            decisions.setdefault(decision.site.key, decision)
+    return Plan(tuple(decisions.values()))
+
+
+def precision_name(decision: Decision) -> str:
+    """What the table prints: ``nvfp4``, or the dtype the site was left in."""
+    return decision.precision.value if decision.precision is Precision.NVFP4 else decision.site.dtype
+
+
+def _decision(entry: dict[str, Any]) -> Decision:
+    sizes = {name: _size(entry[name]) for name in ("batch", "m", "n", "k")}
+    site = Site(
+        module=str(entry["module"]),
+        op=str(entry["op"]),
+        role=Role(entry["role"]),
+        ordinal=int(entry["ordinal"]),
+        dtype=str(entry["dtype"]),
+        **sizes,
+    )
+    return Decision(site, Precision(entry["precision"]), Reason[entry["reason"].upper()], str(entry["detail"]))
+
+
+def _size(text: str) -> sympy.Expr:
+    """A size from its text. Sympy evaluates what it parses, so only sizes get that far: a plan may be anybody's."""
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    symbols = {word: sympy.Symbol(word, integer=True, nonnegative=True) for word in words if re.fullmatch(r"[su]\d+", word)}
+    if not re.fullmatch(r"[\w\s+*/%(),-]*", text) or words - symbols.keys() - {"FloorDiv", "Mod", "Max", "Min"}:
+        raise PlanError(f"{text!r} is not a size")
+    return sympy.sympify(text, locals=symbols)
+
+
+def _clip(text: str, width: int, left: bool = False) -> str:
+    if len(text) <= width:
+        return text
+    return "…" + text[len(text) - width + 1 :] if left else text[: width - 1] + "…"
