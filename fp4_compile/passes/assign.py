@@ -15,7 +15,7 @@ from torch import fx
 from fp4_compile.cost_model.gemm import BLOCK, padding_share
 from fp4_compile.errors import PlanError
 from fp4_compile.passes.context import Context, Matmul
-from fp4_compile.passes.graph import base, parameter_nodes
+from fp4_compile.passes.graph import base, parameter_nodes, value
 from fp4_compile.passes.structure import Fate, Structure
 from fp4_compile.plan import Decision, Plan, Precision, Reason, Role
 
@@ -64,6 +64,8 @@ def _impossible(matmul: Matmul) -> tuple[Reason, str] | None:
     site = matmul.site
     if site.dtype not in DTYPES:
         return Reason.DTYPE, f"{site.dtype} operands"
+    if value(matmul.lhs).dtype != value(matmul.rhs).dtype:
+        return Reason.DTYPE, "operands of two dtypes, which torch refuses"
     if site.role is not Role.FPROP:
         return Reason.BACKWARD, "forward-only NVFP4"
     if not isinstance(site.k, sympy.Integer):

@@ -12,16 +12,21 @@ from fp4_compile.plan import Decision, Plan, Site
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matrix multiplication in a graph: the site, its node, and its operands.
-
-    ``lhs`` is [..., M, K] and ``rhs`` is [..., K, N]; for a 1x1 convolution ``lhs`` is the image and ``rhs``
-    the filter, as the convolution has them.
-    """
+    """A matrix multiplication in a graph: the site, its node, and where the node has its operands."""
 
     site: Site
     node: fx.Node
-    lhs: fx.Node
-    rhs: fx.Node
+    positions: tuple[int, int]
+
+    @property
+    def lhs(self) -> fx.Node:
+        """The operand [..., M, K]; the image of a 1x1 convolution."""
+        return self.node.args[self.positions[0]]  # type: ignore[return-value]
+
+    @property
+    def rhs(self) -> fx.Node:
+        """The operand [..., K, N]; the filter of a 1x1 convolution."""
+        return self.node.args[self.positions[1]]  # type: ignore[return-value]
 
 
 @dataclasses.dataclass

@@ -48,7 +48,8 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
         found = _operands(node)
         if found is None:
             continue
-        op, lhs, rhs = found
+        op, *positions = found
+        lhs, rhs = (node.args[i] for i in positions)
         module, role = module_path(node), Role.FPROP
         if is_backward(node):
             owner, role = _owner_and_role(node, lhs, rhs, forward, context.matmuls)
@@ -56,7 +57,7 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
         ordinal = ordinals[module, op, role]
         ordinals[module, op, role] += 1
         site = Site(module, op, role, ordinal, *_sizes(op, lhs, rhs, symbols), dtype=dtype_name(value(lhs).dtype))
-        matmul = Matmul(site, node, lhs, rhs)
+        matmul = Matmul(site, node, (positions[0], positions[1]))
         context.matmuls.append(matmul)
         if role is Role.FPROP:
             forward.append(matmul)
@@ -89,15 +90,11 @@ def is_linear_convolution(node: fx.Node) -> bool:
     return all(n == 1 for n in ones) and not any((*padding, *output_padding))  # type: ignore[misc]
 
 
-def _operands(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
+def _operands(node: fx.Node) -> tuple[str, int, int] | None:
+    """The kind of matmul, and where its operands stand among the arguments."""
     if node.op != "call_function":
         return None
-    if node.target in _OPERANDS:
-        op, lhs, rhs = _OPERANDS[node.target]
-        return op, node.args[lhs], node.args[rhs]  # type: ignore[return-value]
-    if is_linear_convolution(node):
-        return "conv", node.args[0], node.args[1]  # type: ignore[return-value]
-    return None
+    return _OPERANDS.get(node.target, ("conv", 0, 1) if is_linear_convolution(node) else None)
 
 
 def _sizes(op: str, lhs: fx.Node, rhs: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Expr, ...]:

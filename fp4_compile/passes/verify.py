@@ -24,7 +24,7 @@ def verify(graph: fx.Graph, context: Context) -> None:
         VerificationError: an invariant does not hold; a fault of fp4_compile.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        if node.target in (ops.amax, ops.quantize, ops.scaled_mm) and "val" not in node.meta:
             raise VerificationError(f"{node.name} ({node.target}) has no fake value")
         if node.target is ops.scaled_mm:
             _check_scaled_mm(node)
