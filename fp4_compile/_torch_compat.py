@@ -19,11 +19,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
+from torch._inductor.codecache import CppCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "InternalTorchDynamoError",
     "TorchDynamoException",
     "aot_autograd",
+    "build_cpp",
     "compile_fx_inner",
     "compile_with_inductor",
     "custom_passes",
@@ -43,7 +44,6 @@ __all__ = [
     "inductor_setting_names",
     "is_static_input",
     "make_boxed_func",
-    "make_fx",
     "min_cut_rematerialization_partition",
     "mode_settings",
     "observe_pass",
@@ -61,6 +61,11 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Inductor's whole-graph compile with settings and an inner compiler of our own."""
     return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))  # type: ignore[no-any-return]
+
+
+def build_cpp(source: str) -> Any:
+    """Build C++ with the compiler, flags and cache of Inductor's CPU kernels; returns the loaded library."""
+    return CppCodeCache.load(source, needs_vec_isa=True)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from fp4_compile._torch_compat import (
 from fp4_compile.errors import OptionError
 from fp4_compile.options import Options, suggest
 from fp4_compile.passes.hoist_weights import hoist_weights
-from fp4_compile.pipeline import CpuLowering, Pipeline
+from fp4_compile.pipeline import Pipeline
 from fp4_compile.recorder import FolderRecorder, Recorder
 from fp4_compile.weights import WeightStore
 
@@ -47,7 +47,6 @@ def nvfp4(
     pipeline = Pipeline(chosen, example_inputs, recorder)
     settings = inductor_settings(chosen, mode, example_inputs)
     settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
-    settings["post_grad_custom_post_pass"] = (CpuLowering(), *custom_passes("post_grad_custom_post_pass"))
     with without_autograd_cache():
         return compile_with_inductor(gm, example_inputs, _InnerCompiler(recorder), settings)
 

@@ -5,9 +5,9 @@
     fp4::scaled_mm(a codes, scales, amax, b codes, scales, amax, Tensor? bias, ScalarType out_dtype) -> Tensor
     fp4::dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor
 
-They are functional, never alias, and return contiguous tensors. Their kernels here are the definition in
-`fp4_compile.numerics`, on any device: the same codes, scales and products as a Blackwell tensor core, up to the
-order in which a GEMM sums in FP32.
+They are functional, never alias, and return contiguous tensors. They compute the definition in
+`fp4_compile.numerics` on any device (on a CPU by the kernels of `fp4_compile.codegen.cpu`): the same codes, scales
+and products as a Blackwell tensor core, up to the order in which a GEMM sums in FP32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4_compile import numerics
+from fp4_compile.codegen import cpu
 
 BLOCK = numerics.NVFP4_BLOCK
 
@@ -38,7 +39,7 @@ def _padded(k: Any) -> Any:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return numerics.tensor_amax(x)
+    return cpu.tensor_amax(x) if x.device.type == "cpu" else numerics.tensor_amax(x)
 
 
 def _amax_fake(x: Tensor) -> Tensor:
@@ -48,6 +49,8 @@ def _amax_fake(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: bool = False) -> tuple[Tensor, Tensor]:
     if block == "16x16":
         codes, scales, _ = numerics.quantize_16x16(x, amax, four_over_six=four_over_six)
+    elif block == "1x16" and x.device.type == "cpu" and not four_over_six:
+        codes, scales = cpu.quantize_1x16(x, amax)
     elif block == "1x16":
         codes, scales, _ = numerics.quantize_1x16(x, amax, four_over_six=four_over_six)
     else:
@@ -69,6 +72,12 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype:
     return codes.new_empty((*codes.shape[:-1], k), dtype=dtype)
 
 
+def _decode(codes: Tensor, scales: Tensor) -> Tensor:
+    if codes.device.type == "cpu":
+        return cpu.decode_unscaled(codes, scales)
+    return numerics.decode_unscaled(codes, scales, torch.float32)
+
+
 def _scaled_mm(
     a: Tensor,
     a_scales: Tensor,
@@ -84,8 +93,7 @@ def _scaled_mm(
     A decoded operand (code times block scale, without the tensor scale) is exact even in BF16, so its products
     are exact in FP32, and only the order of summation differs from a tensor core's.
     """
-    lhs = numerics.decode_unscaled(a, a_scales, torch.float32)
-    rhs = numerics.decode_unscaled(b, b_scales, torch.float32)
+    lhs, rhs = _decode(a, a_scales), _decode(b, b_scales)
     alpha = numerics.gemm_alpha(a_amax, b_amax)
     product = torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
     product = product.mul_(alpha)

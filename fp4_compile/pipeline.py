@@ -16,7 +16,6 @@ import fp4_compile
 from fp4_compile._torch_compat import CustomGraphPass, dynamo_input_position, is_static_input, observe_pass
 from fp4_compile.options import Options
 from fp4_compile.passes import PIPELINE, Context
-from fp4_compile.passes.lower_cpu import lower_cpu
 from fp4_compile.recorder import Recorder
 
 log = logging.getLogger("fp4_compile")
@@ -55,24 +54,12 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-class CpuLowering(CustomGraphPass):  # type: ignore[misc]
-    """Runs `fp4_compile.passes.lower_cpu` on each graph Inductor compiles, after Inductor's own passes."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Lower, in place."""
-        observe_pass(graph.owning_module, "fp4_lower_cpu", lower_cpu)
-
-    def uuid(self) -> str:
-        """The sources: nothing else decides what this pass does to a graph."""
-        return f"{fp4_compile.__version__} {source_digest()} {torch.__version__}"
-
-
 @functools.cache
 def source_digest() -> str:
     """Digest of fp4_compile's sources: an edited kernel or pass must never meet an older one's cache entry."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cpp")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

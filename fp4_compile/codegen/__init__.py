@@ -1,3 +1,3 @@
-"""What the fp4 operators become on a device: programs Inductor compiles and fuses with their neighbours."""
+"""What the fp4 operators run as on a device: kernels, tested against `fp4_compile.numerics` byte for byte."""
 
 from __future__ import annotations

@@ -1,69 +1,78 @@
-"""The fp4 operators on a CPU, written so that Inductor's C++ vectorizes them and fuses them with their producer.
+"""The CPU kernels behind the fp4 operators: C++ built once by Inductor's own toolchain and kept in its cache.
 
-They compute what `fp4_compile.numerics` defines, bit for bit. A CPU has no use for packed activations: the
-quantizer writes the number each code stands for (code times block scale, exact in any float dtype), and the GEMM
-runs on those in FP32, where every product is exact. Weights stay packed and are decoded before each GEMM.
+They compute what `fp4_compile.numerics` defines, bit for bit, many times faster. Without a C++ compiler the
+operators fall back on that definition; a compiled model needs one anyway.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fp4_compile.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, encode_scale, gemm_alpha
+from fp4_compile import numerics
 
-_FP32_MAX = torch.finfo(torch.float32).max
-_SMALLEST_AMAX = E2M1_MAX * E4M3_MAX * 2.0**-128
-_ONE_SIXTH = float.fromhex("0x1.555556p-3")
+log = logging.getLogger(__name__)
 
 
-def amax(x: Tensor) -> Tensor:
-    """`fp4_compile.numerics.tensor_amax` of a tensor that is not empty, as one reduction."""
-    magnitude = x.abs()
-    finite = torch.where(magnitude < torch.inf, magnitude, 0.0)
-    largest = finite.amax().to(torch.float32)
-    return torch.where(largest > 0.0, largest.clamp_min(_SMALLEST_AMAX), 0.0)
+@functools.cache
+def library() -> Any:
+    """The built kernels, or None if they cannot be built here."""
+    from fp4_compile._torch_compat import build_cpp
+
+    source = Path(__file__).with_name("cpu_kernels.cpp").read_text(encoding="utf-8")
+    try:
+        built = build_cpp(source)
+    except Exception:
+        log.warning("the CPU kernels cannot be built; the fp4 operators run as plain torch", exc_info=True)
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    built.fp4_amax_bits.argtypes = [pointer, integer]
+    built.fp4_amax_bits.restype = ctypes.c_uint32
+    built.fp4_quantize_1x16.argtypes = [pointer, integer, integer, ctypes.c_float, pointer, pointer]
+    built.fp4_quantize_1x16.restype = None
+    built.fp4_decode.argtypes = [pointer, pointer, integer, pointer]
+    built.fp4_decode.restype = None
+    return built
 
 
-def quantized_values(x: Tensor, tensor_amax: Tensor) -> Tensor:
-    """Quantize ``x`` [..., K] in 1x16 blocks and return code times block scale, fp32 [..., K rounded up to 16]."""
-    padding = -x.shape[-1] % NVFP4_BLOCK
-    blocks = F.pad(x, (0, padding)) if padding else x
-    blocks = blocks.to(torch.float32).unflatten(-1, (-1, NVFP4_BLOCK))
-    largest = blocks.abs().amax(-1)
-    largest = torch.where(largest < torch.inf, largest, torch.nan)  # a block that holds NaN or Inf is all NaN
-    encode = encode_scale(tensor_amax)
-    scales = (largest * (encode * _ONE_SIXTH)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
-    inverse = (scales * encode.reciprocal()).reciprocal().clamp_max(_FP32_MAX)
-    scaled = blocks * inverse.unsqueeze(-1)
-    magnitude = scaled.abs().clamp_max(E2M1_MAX)
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    inverse_step = torch.where(magnitude < 2.0, 2.0, torch.where(magnitude < 4.0, 1.0, 0.5))
-    rounded = torch.round(magnitude * inverse_step) * step  # halves of a binade, to nearest even
-    return (torch.copysign(rounded, scaled) * scales.unsqueeze(-1)).flatten(-2)
+def tensor_amax(x: Tensor) -> Tensor:
+    """`numerics.tensor_amax`."""
+    kernels = library()
+    if kernels is None or x.numel() == 0:
+        return numerics.tensor_amax(x)
+    x = x.to(torch.float32).contiguous()
+    bits = kernels.fp4_amax_bits(x.data_ptr(), x.numel())
+    # The definition floors what a tensor of one element this large would have.
+    return numerics.tensor_amax(torch.tensor([bits], dtype=torch.int32).view(torch.float32))
 
 
-def decoded_values(codes: Tensor, scales: Tensor) -> Tensor:
-    """Packed codes [..., K/2] and block scales [..., K/16] as code times block scale, fp32 [..., K]."""
-    pairs = codes.to(torch.int32).unflatten(-1, (-1, NVFP4_BLOCK // 2))
-    scale = scales.to(torch.float32).unsqueeze(-1)
-    return torch.stack((_e2m1(pairs) * scale, _e2m1(pairs >> 4) * scale), -1).flatten(-3)
+def quantize_1x16(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `numerics.quantize_1x16`."""
+    kernels = library()
+    if kernels is None or x.numel() == 0:
+        return numerics.quantize_1x16(x, amax)[:2]
+    *lead, k = x.shape
+    blocks = -(-k // numerics.NVFP4_BLOCK)
+    x = x.to(torch.float32).contiguous()
+    codes = torch.empty((*lead, blocks * 8), dtype=torch.uint8)
+    scales = torch.empty((*lead, blocks), dtype=torch.float8_e4m3fn)
+    encode = float(numerics.encode_scale(amax))
+    kernels.fp4_quantize_1x16(x.data_ptr(), x.numel() // k, k, encode, codes.data_ptr(), scales.data_ptr())
+    return codes, scales
 
 
-def product(
-    lhs: Tensor, rhs: Tensor, lhs_amax: Tensor, rhs_amax: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """``alpha * lhs @ rhs^T + bias`` of values without their tensor scale: [..., M, K] x [N, K] or batched."""
-    sums = torch.bmm(lhs, rhs.mT) if rhs.dim() > 2 else torch.mm(lhs.flatten(0, -2), rhs.t())
-    result = sums * gemm_alpha(lhs_amax, rhs_amax)
-    if bias is not None:
-        result = result + bias
-    return result.reshape(*lhs.shape[:-1], rhs.shape[-2]).to(dtype)
-
-
-def _e2m1(code: Tensor) -> Tensor:
-    """The values 0, .5, 1, 1.5, 2, 3, 4, 6: the largest of three straight lines through the code."""
-    magnitude = (code & 7).to(torch.float32)
-    value = torch.maximum(torch.maximum(magnitude * 0.5, magnitude - 2.0), magnitude * 2.0 - 8.0)
-    return torch.where((code & 8) != 0, -value, value)
+def decode_unscaled(codes: Tensor, scales: Tensor) -> Tensor:
+    """`numerics.decode_unscaled` in fp32."""
+    kernels = library()
+    if kernels is None or scales.numel() == 0:
+        return numerics.decode_unscaled(codes, scales, torch.float32)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = torch.empty((*codes.shape[:-1], codes.shape[-1] * 2), dtype=torch.float32)
+    kernels.fp4_decode(codes.data_ptr(), scales.data_ptr(), scales.numel(), out.data_ptr())
+    return out

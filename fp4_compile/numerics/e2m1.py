@@ -16,11 +16,8 @@ E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each of the sixteen codes, in code order."""
 
-_FP32_MAGNITUDE_MASK = 0x7FFFFFFF
 _FP32_EXPONENT_MASK = 0x7F800000
 _BITS_OF_ONE = 0x3F800000
-_BITS_OF_SIX = 0x40C00000
-_BITS_OF_MINUS_INF = -0x800000  # as a signed int32; a NaN with its sign set lies above it
 
 
 def round_e2m1(y: Tensor) -> Tensor:
@@ -30,11 +27,11 @@ def round_e2m1(y: Tensor) -> Tensor:
     gives code 8, +-Inf gives 7 and 15, every NaN gives 7.
     """
     require_dtype("y", y, torch.float32)
-    magnitude = _saturated_magnitude(y)
+    y = y.nan_to_num(nan=E2M1_MAX)
+    magnitude = y.abs().clamp_max(E2M1_MAX)
     binade = _binade(magnitude)
-    # E2M1 values lie half a binade apart. So do the float32 values around 2**22 times the binade: the sum
-    # rounds the magnitude once, in the FPU's own round-to-nearest-even, and its lowest bits count half
-    # binades.
+    # E2M1 values lie half a binade apart, and so do float32 values from 2**22 times the binade on: the sum
+    # rounds the magnitude, once and to nearest even, and its lowest bits count half binades.
     shifted = torch.add(magnitude, binade, alpha=2.0**22)
     half_binades = shifted.view(torch.int32).to(torch.int8)
     return _compose(half_binades, binade, y)
@@ -52,7 +49,8 @@ def round_e2m1_stochastic(y: Tensor, random_bytes: Tensor) -> Tensor:
     """
     require_dtype("y", y, torch.float32)
     require_dtype("random_bytes", random_bytes, torch.uint8)
-    magnitude = _saturated_magnitude(y)
+    y = y.nan_to_num(nan=E2M1_MAX)
+    magnitude = y.abs().clamp_max(E2M1_MAX)
     binade = _binade(magnitude)
     dithered = magnitude + random_bytes.to(torch.float32) * (binade * 2.0**-9)
     # Dithering adds less than a step, so the count ends at the next binade's first value at the latest.
@@ -89,21 +87,15 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-def _saturated_magnitude(y: Tensor) -> Tensor:
-    """Return min(|y|, 6); NaN gives 6, because its bits compare above those of every number."""
-    return (y.view(torch.int32) & _FP32_MAGNITUDE_MASK).clamp_max(_BITS_OF_SIX).view(torch.float32)
-
-
 def _binade(magnitude: Tensor) -> Tensor:
-    """Return the power of two 1, 2 or 4 whose half is the E2M1 step at a magnitude in [0, 8)."""
+    """Return the power of two 1, 2 or 4 whose half is the E2M1 step at a magnitude in [0, 6]."""
     bits = magnitude.view(torch.int32).clamp_min(_BITS_OF_ONE) & _FP32_EXPONENT_MASK
     return bits.view(torch.float32)
 
 
 def _compose(half_binades: Tensor, binade: Tensor, y: Tensor) -> Tensor:
-    """Join a magnitude, given as int8 ``half_binades`` of its ``binade``, and y's sign into a code."""
-    # Codes run on across binades: those of [2, 4) start two later, those of [4, 8) four later than their
-    # count.
+    """Return codes for magnitudes, given as int8 ``half_binades`` of their ``binade``, with the signs of y."""
+    # Codes run on across binades: those of [2, 4) start two after their count, those from 4 on four after.
     offset = binade.to(torch.int8) & 6
-    sign = (y.view(torch.int32) <= _BITS_OF_MINUS_INF).to(torch.uint8) << 3
+    sign = (y.view(torch.int32) >> 28).to(torch.uint8) & 8
     return (half_binades + offset).view(torch.uint8) | sign
