@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -60,7 +60,8 @@ def compile_with_inductor(
     config_patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """Inductor's whole-graph compile with settings and an inner compiler of our own."""
-    return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))
+    return compiled  # type: ignore[no-any-return]
 
 
 def build_cpp(source: str) -> Any:

@@ -105,4 +105,4 @@ class _InnerCompiler:
         source = getattr(compiled, "source_code", None)
         if source:
             self._recorder.text(f"{part}_program", source, "py")
-        return compiled  # type: ignore[no-any-return]
+        return compiled

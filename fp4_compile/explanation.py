@@ -127,7 +127,7 @@ class _Planner:
         self.compiled.append((pipeline, recorder))
 
         def run_as_it_is(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
+            return make_boxed_func(graph.forward)
 
         def plan_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             pipeline(graph.graph)
@@ -146,7 +146,7 @@ class _Planner:
             partition_fn=plan_training,
             decompositions=select_decomp_table(),
         )
-        return backend(gm, example_inputs)  # type: ignore[no-any-return]
+        return backend(gm, example_inputs)
 
 
 def _wrap(text: str, width: int) -> str:

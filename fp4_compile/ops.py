@@ -22,7 +22,7 @@ from fp4_compile.codegen import cpu
 
 BLOCK = numerics.NVFP4_BLOCK
 
-_library = torch.library.Library("fp4", "DEF")
+_library: Any = torch.library.Library("fp4", "DEF")  # type: ignore[no-untyped-call]
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 

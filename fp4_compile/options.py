@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from typing_extensions import Literal, get_type_hints
+from typing_extensions import get_type_hints
 
 from fp4_compile.errors import OptionError
 from fp4_compile.plan import Plan

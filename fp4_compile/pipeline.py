@@ -21,7 +21,7 @@ from fp4_compile.recorder import Recorder
 log = logging.getLogger("fp4_compile")
 
 
-class Pipeline(CustomGraphPass):  # type: ignore[misc]
+class Pipeline(CustomGraphPass):
     """Runs `fp4_compile.passes.PIPELINE` over the ATen graph of one Dynamo graph.
 
     Inductor may call it more than once for one Dynamo graph (nested regions, a graph split already); the
@@ -39,9 +39,12 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
             if node.op == "placeholder" and dynamo_input_position(node) in self.context.static_inputs:
                 node.meta["fp4_param"] = True
         self._recorder.graph("aten", graph)
+        owner = graph.owning_module
+        if owner is None:
+            raise TypeError("the pipeline runs on the graph of a GraphModule")
         for run in PIPELINE:
             name = f"fp4_{run.__name__}"
-            observe_pass(graph.owning_module, name, functools.partial(run, context=self.context))
+            observe_pass(owner, name, lambda graph, run=run: run(graph, self.context))  # type: ignore[misc]
             self._recorder.graph(run.__name__, graph)
         plan = self.context.plan
         self._recorder.plan(plan)

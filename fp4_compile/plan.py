@@ -149,7 +149,7 @@ class Plan:
         for d in self.decisions:
             s = d.site
             flops = gemm_flops(s.batch, s.m, s.n, s.k)
-            value = float(flops.subs({symbol: 1024 for symbol in flops.free_symbols}))
+            value = float(flops.subs(dict.fromkeys(flops.free_symbols, 1024)))
             total += value
             fp4 += value if d.precision is Precision.NVFP4 else 0.0
         return fp4 / total if total else None
@@ -162,10 +162,7 @@ class Plan:
 
     def render(self, width: int = 100) -> str:
         """A table of at most ``width`` columns (60 or more), one line a site, and the summary."""
-        rows = [
-            (d.site.key, d.site.shape, precision_name(d), f"{d.reason.value}: {d.detail}" if d.detail else d.reason.value)
-            for d in self.decisions
-        ]
+        rows = [(d.site.key, d.site.shape, precision_name(d), f"{d.reason.value}: {d.detail}") for d in self.decisions]
         rows.insert(0, ("site", "MxNxK", "precision", "reason"))
         site, shape, reason = (max(len(row[i]) for row in rows) for i in (0, 1, 3))
         shape = min(shape, 26)
@@ -284,8 +281,9 @@ def _decision(entry: dict[str, Any]) -> Decision:
 def _size(text: str) -> sympy.Expr:
     """A size from its text. Sympy evaluates what it parses, so only sizes get that far: a plan may be anybody's."""
     words = set(re.findall(r"[A-Za-z_]\w*", text))
-    symbols = {word: sympy.Symbol(word, integer=True, nonnegative=True) for word in words if re.fullmatch(r"[su]\d+", word)}
-    if not re.fullmatch(r"[\w\s+*/%(),-]*", text) or words - symbols.keys() - {"FloorDiv", "Mod", "Max", "Min"}:
+    names = {word for word in words if re.fullmatch(r"[su]\d+", word)}
+    symbols = {name: sympy.Symbol(name, integer=True, nonnegative=True) for name in names}
+    if not re.fullmatch(r"[\w\s+*/%(),-]*", text) or words - names - {"FloorDiv", "Mod", "Max", "Min"}:
         raise PlanError(f"{text!r} is not a size")
     return sympy.sympify(text, locals=symbols)
 

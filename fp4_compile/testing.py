@@ -116,8 +116,9 @@ class _Printer:
 
 def _op_name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
-        namespace, name = node.target.name().split("::")
-        name = name.removesuffix(".default")
+        packet, _, overload = str(node.target).rpartition(".")
+        namespace, _, name = packet.partition(".")
+        name = name if overload == "default" else f"{name}.{overload}"
         return name if namespace in ("aten", "prims") else f"{namespace}.{name}"
     if isinstance(node.target, str):
         return node.target
@@ -137,7 +138,7 @@ def _input_role(node: fx.Node) -> str:
 
 def _contiguous(value: torch.Tensor) -> bool:
     expected: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride())):
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if isinstance(size, int) and size == 1:
             continue
         if str(stride) != str(expected):

@@ -19,6 +19,4 @@ def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
 def require_dims(name: str, tensor: Tensor, least: int) -> None:
     """Raise ValueError unless ``tensor``, the argument called ``name``, has at least ``least`` dimensions."""
     if tensor.dim() < least:
-        raise ValueError(
-            f"{name} has {tensor.dim()} dimensions; give it at least {least}, e.g. with unsqueeze(0)"
-        )
+        raise ValueError(f"{name} has {tensor.dim()} dimensions; give it at least {least}, e.g. with unsqueeze(0)")

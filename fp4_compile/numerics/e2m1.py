@@ -75,9 +75,7 @@ def pack(codes: Tensor) -> Tensor:
     """
     require_dtype("codes", codes, torch.uint8)
     if codes.shape[-1] % 2 != 0:
-        raise ValueError(
-            f"pack: codes has an odd last dimension, {codes.shape[-1]}; pad it to an even length"
-        )
+        raise ValueError(f"pack: codes has an odd last dimension, {codes.shape[-1]}; pad it to an even length")
     return torch.add(codes[..., 0::2], codes[..., 1::2], alpha=16)
 
 

@@ -41,8 +41,7 @@ def unswizzle_scales(swizzled: Tensor, rows: int, cols: int) -> Tensor:
     _check("swizzled", swizzled)
     if tuple(swizzled.shape[-2:]) != swizzled_shape(rows, cols):
         raise ValueError(
-            f"swizzled ends in {tuple(swizzled.shape[-2:])}; {rows}x{cols} scales fill "
-            f"{swizzled_shape(rows, cols)}"
+            f"swizzled ends in {tuple(swizzled.shape[-2:])}; {rows}x{cols} scales fill {swizzled_shape(rows, cols)}"
         )
     tiles = _split(swizzled.view(torch.uint8), swizzled.shape[-1] // _TILE_COLS, 4)
     return tiles.transpose(-4, -2).reshape(swizzled.shape)[..., :rows, :cols].view(swizzled.dtype)

@@ -44,13 +44,9 @@ def quantize_1x16(
     Returns codes (uint8, two a byte, ``[..., Kp / 2]``), scales (float8_e4m3fn, ``[..., Kp / 16]``) and amax.
     """
     if random_bytes is not None and four_over_six:
-        raise ValueError(
-            "four_over_six compares errors of nearest rounding: drop random_bytes or four_over_six"
-        )
+        raise ValueError("four_over_six compares errors of nearest rounding: drop random_bytes or four_over_six")
     if random_bytes is not None and random_bytes.shape != x.shape:
-        raise ValueError(
-            f"random_bytes has shape {tuple(random_bytes.shape)}; give it that of x, {tuple(x.shape)}"
-        )
+        raise ValueError(f"random_bytes has shape {tuple(random_bytes.shape)}; give it that of x, {tuple(x.shape)}")
     blocks, amax = _prepare("x", x, 1, amax)
     amaxes = block_amax(blocks)
     if four_over_six:
@@ -61,9 +57,7 @@ def quantize_1x16(
     return pack(codes).flatten(-2), scales, amax
 
 
-def quantize_16x16(
-    w: Tensor, amax: Tensor | None = None, four_over_six: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_16x16(w: Tensor, amax: Tensor | None = None, four_over_six: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize in tiles of 16x16 over the last two dimensions (weights; arXiv:2509.25149, section 4.3).
 
     The transpose of ``w`` quantizes to the same values, so forward and backward GEMMs see one weight. ``w``:
@@ -122,9 +116,7 @@ def decode_unscaled(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return _decode(codes, scales.to(torch.float32)).to(dtype)
 
 
-def gemm_alpha(
-    amax_a: Tensor, amax_b: Tensor, bound_a: float = E4M3_MAX, bound_b: float = E4M3_MAX
-) -> Tensor:
+def gemm_alpha(amax_a: Tensor, amax_b: Tensor, bound_a: float = E4M3_MAX, bound_b: float = E4M3_MAX) -> Tensor:
     """Return the factor that scales the product of two operands decoded by `decode_unscaled`: float32.
 
     ``amax_a``, ``amax_b``: float32, 0-d, or shaped to broadcast over rows and columns of the output;

@@ -33,9 +33,7 @@ def quantize_1x16_in_pieces(
     randoms: Sequence[Tensor | None] = [None] * len(rows)
     if random_bytes is not None:
         randoms = torch.split(random_bytes.reshape(-1, columns), height)
-    pieces = [
-        quantize_1x16(*arguments, four_over_six) for arguments in zip(rows, amaxes, randoms, strict=True)
-    ]
+    pieces = [quantize_1x16(*arguments, four_over_six) for arguments in zip(rows, amaxes, randoms, strict=True)]
     return *_join(pieces, shape), amax
 
 

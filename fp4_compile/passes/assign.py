@@ -55,8 +55,11 @@ def decide(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> De
     if refused is not None:
         reason, detail = refused
         return Decision(matmul.site, Precision.BF16, reason, detail)
-    weight = "weight quantized once" if matmul.rhs in parameters else "both operands quantized in each call"
-    return Decision(matmul.site, Precision.NVFP4, Reason.QUANTIZED, weight)
+    if matmul.rhs not in parameters:
+        detail = "both operands in each call"
+    else:
+        detail = "weight in each step" if structure.has_backward else "weight once"
+    return Decision(matmul.site, Precision.NVFP4, Reason.QUANTIZED, detail)
 
 
 def _impossible(matmul: Matmul) -> tuple[Reason, str] | None:
@@ -114,7 +117,8 @@ def _follow(given: Plan, matmul: Matmul, default: Decision) -> Decision:
     if wanted is Precision.NVFP4 and refused is not None:
         log.warning("the given plan wants %s in nvfp4, but %s: left in %s", key, refused[1], matmul.site.dtype)
         return Decision(matmul.site, Precision.BF16, *refused)
-    return Decision(matmul.site, wanted, Reason.PLAN, f"default would be {default.precision.value}: {default.reason.value}")
+    detail = f"default would be {default.precision.value}: {default.reason.value}"
+    return Decision(matmul.site, wanted, Reason.PLAN, detail)
 
 
 def _check_plan(given: Plan, context: Context) -> None:
@@ -127,4 +131,4 @@ def _check_plan(given: Plan, context: Context) -> None:
             "another model; make one with fp4_compile.explain(model, ...).plan"
         )
     if unknown:
-        log.info("the given plan does not name %d of %d matmuls; they follow the default policy", len(unknown), len(keys))
+        log.info("%d of %d matmuls are not in the given plan and follow the default policy", len(unknown), len(keys))

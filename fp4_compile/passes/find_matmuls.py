@@ -56,7 +56,8 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
             module = owner.site.module if owner else module
         ordinal = ordinals[module, op, role]
         ordinals[module, op, role] += 1
-        site = Site(module, op, role, ordinal, *_sizes(op, lhs, rhs, symbols), dtype=dtype_name(value(lhs).dtype))
+        batch, m, n, k = _sizes(op, lhs, rhs, symbols)
+        site = Site(module, op, role, ordinal, batch, m, n, k, dtype_name(value(lhs).dtype))
         matmul = Matmul(site, node, (positions[0], positions[1]))
         context.matmuls.append(matmul)
         if role is Role.FPROP:
@@ -94,7 +95,9 @@ def _operands(node: fx.Node) -> tuple[str, int, int] | None:
     """The kind of matmul, and where its operands stand among the arguments."""
     if node.op != "call_function":
         return None
-    return _OPERANDS.get(node.target, ("conv", 0, 1) if is_linear_convolution(node) else None)
+    if is_linear_convolution(node):
+        return "conv", 0, 1
+    return _OPERANDS.get(node.target)  # type: ignore[call-overload, no-any-return]
 
 
 def _sizes(op: str, lhs: fx.Node, rhs: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Expr, ...]:

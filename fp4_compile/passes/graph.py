@@ -15,7 +15,8 @@ prims = torch.ops.prims
 
 _CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 _COPIES = frozenset({aten.clone.default, aten._unsafe_view.default, aten.contiguous.default})
-_CARRIED_META = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace", "partitioner_tag", "recompute", "ac_graph_id")
+_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace")
+_PARTITION = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
 def is_view(node: fx.Node) -> bool:
@@ -83,7 +84,7 @@ def add_call(
     activation checkpointing would save what it is asked to recompute.
     """
     node = graph.call_function(target, args, kwargs)
-    node.meta.update({key: like.meta[key] for key in _CARRIED_META if key in like.meta})
+    node.meta.update({key: like.meta[key] for key in (*_ORIGIN, *_PARTITION) if key in like.meta})
     mode = fake_mode_of_node(like) or fake_mode_of(graph)
     real_args, real_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     if mode is None:

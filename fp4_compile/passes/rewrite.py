@@ -26,7 +26,6 @@ from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.graph import add_call, aten, value
 from fp4_compile.plan import Decision, Precision, Reason
 
-
 log = logging.getLogger(__name__)
 
 
@@ -103,7 +102,7 @@ def _quantize(
 
 
 def _unscaled(node: fx.Node) -> bool:
-    return node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
+    return all(node.kwargs.get(factor, 1) in (1, 1.0) for factor in ("alpha", "beta"))
 
 
 def _add_scaled(graph: fx.Graph, product: fx.Node, bias: fx.Node, node: fx.Node) -> fx.Node:

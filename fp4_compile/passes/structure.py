@@ -44,8 +44,9 @@ class Structure:
     """
 
     def __init__(self, graph: fx.Graph, matmuls: Iterable[Matmul]) -> None:
-        self._multiplied = {operand for m in matmuls for operand in m.node.all_input_nodes}
         self._matmul_nodes = {m.node for m in matmuls}
+        self.has_backward = any(is_backward(node) for node in graph.nodes)
+        """Whether the graph trains."""
         self._exponentials = {node for node in graph.nodes if _is_softmax_exponential(node)}
         self._fate: dict[fx.Node, Fate] = {}
         self.embedded = {
@@ -59,9 +60,8 @@ class Structure:
                 self._fate[node] = self._meet(node)
         self._weights: set[fx.Node] = set()
         for node in graph.nodes:
-            if self._is_softmax(node) or (
-                node not in self._matmul_nodes and self._passes_on(node) and self._weights.intersection(node.all_input_nodes)
-            ):
+            passes_on = self._passes_on(node) and self._weights.intersection(node.all_input_nodes)
+            if self._is_softmax(node) or passes_on:
                 self._weights.add(node)
 
     def fate(self, node: fx.Node) -> Fate:
