@@ -65,7 +65,7 @@ def _quantize_fake(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: 
 
 
 def _dequantize(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    return numerics.dequantize(codes, scales, amax, k).to(dtype)
+    return numerics.dequantize(codes, scales, amax, k).to(dtype).contiguous()
 
 
 def _dequantize_fake(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype: torch.dtype) -> Tensor:

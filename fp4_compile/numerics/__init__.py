@@ -26,7 +26,6 @@ from fp4_compile.numerics.nvfp4 import (
     quantize_16x16,
     quantize_blocks,
 )
-from fp4_compile.numerics.pieces import quantize_1x16_in_pieces, quantize_16x16_in_pieces
 from fp4_compile.numerics.scaling import (
     E4M3_MAX,
     FOUR_OVER_SIX_BOUND,
@@ -54,9 +53,7 @@ __all__ = [
     "hadamard_matrix",
     "pack",
     "quantize_1x16",
-    "quantize_1x16_in_pieces",
     "quantize_16x16",
-    "quantize_16x16_in_pieces",
     "quantize_blocks",
     "quantize_mxfp4",
     "random_hadamard",

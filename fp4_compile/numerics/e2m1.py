@@ -93,7 +93,7 @@ def _binade(magnitude: Tensor) -> Tensor:
 
 def _compose(half_binades: Tensor, binade: Tensor, y: Tensor) -> Tensor:
     """Return codes for magnitudes, given as int8 ``half_binades`` of their ``binade``, with the signs of y."""
-    # Codes run on across binades: those of [2, 4) start two after their count, those from 4 on four after.
+    # Codes run on across binades: from 2 on they are two more than the count, from 4 on four more.
     offset = binade.to(torch.int8) & 6
     sign = (y.view(torch.int32) >> 28).to(torch.uint8) & 8
     return (half_binades + offset).view(torch.uint8) | sign

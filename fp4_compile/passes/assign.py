@@ -17,7 +17,7 @@ from fp4_compile.errors import PlanError
 from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.graph import base, parameter_nodes, value
 from fp4_compile.passes.structure import Fate, Structure
-from fp4_compile.plan import Decision, Plan, Precision, Reason, Role
+from fp4_compile.plan import Decision, Plan, Precision, Reason, Role, Site
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ def assign(graph: fx.Graph, context: Context) -> None:
 
 def decide(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> Decision:
     """The default policy: structure alone, deterministic."""
-    refused = _impossible(matmul) or _unwise(matmul, structure, parameters)
+    refused = (
+        _unsupported(matmul) or _precious(matmul, structure, parameters) or _uneven(matmul) or _small(matmul.site)
+    )
     if refused is not None:
         reason, detail = refused
         return Decision(matmul.site, Precision.BF16, reason, detail)
@@ -62,8 +64,8 @@ def decide(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> De
     return Decision(matmul.site, Precision.NVFP4, Reason.QUANTIZED, detail)
 
 
-def _impossible(matmul: Matmul) -> tuple[Reason, str] | None:
-    """What no plan can put into NVFP4: there is no such kernel, or not yet."""
+def _unsupported(matmul: Matmul) -> tuple[Reason, str] | None:
+    """What no plan can put into NVFP4, whatever its size."""
     site = matmul.site
     if site.dtype not in DTYPES:
         return Reason.DTYPE, f"{site.dtype} operands"
@@ -71,15 +73,11 @@ def _impossible(matmul: Matmul) -> tuple[Reason, str] | None:
         return Reason.DTYPE, "operands of two dtypes, which torch refuses"
     if site.role is not Role.FPROP:
         return Reason.BACKWARD, "forward-only NVFP4"
-    if not isinstance(site.k, sympy.Integer):
-        return Reason.DYNAMIC_CONTRACTION, f"K={site.k} is dynamic"
-    if site.k == 0:
-        return Reason.SHORT_CONTRACTION, "K=0"
     return None
 
 
-def _unwise(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> tuple[Reason, str] | None:
-    """What the default policy keeps in high precision."""
+def _precious(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> tuple[Reason, str] | None:
+    """What the model's quality hangs on, read from what the matmul is for."""
     site, fate = matmul.site, structure.fate(matmul.node)
     if any(structure.is_softmax_weight(operand) for operand in (matmul.lhs, matmul.rhs)):
         return Reason.ATTENTION, "multiplies softmax weights"
@@ -93,11 +91,26 @@ def _unwise(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> t
         return Reason.VOCABULARY, "weight tied to an embedding"
     if Fate.SCORES in fate:
         return Reason.VOCABULARY, "a final softmax, argmax or loss follows"
+    if site.n.is_Integer and site.n >= VOCABULARY and Fate.OUTPUT in fate and Fate.MATMUL not in fate:
+        return Reason.VOCABULARY, f"N={site.n} leaves the graph as it is"
+    return None
+
+
+def _uneven(matmul: Matmul) -> tuple[Reason, str] | None:
+    """Contractions that have no blocks, or none that are known."""
+    k = matmul.site.k
+    if not isinstance(k, sympy.Integer):
+        return Reason.DYNAMIC_CONTRACTION, f"K={k} is dynamic"
+    if k == 0:
+        return Reason.SHORT_CONTRACTION, "K=0"
+    return None
+
+
+def _small(site: Site) -> tuple[Reason, str] | None:
+    """Sizes that gain nothing."""
     n, k = site.n, int(site.k)
     if isinstance(n, sympy.Integer) and n < MIN_OUTPUTS:
         return Reason.FEW_OUTPUTS, f"N={n} < {MIN_OUTPUTS}"
-    if isinstance(n, sympy.Integer) and n >= VOCABULARY and Fate.OUTPUT in fate and Fate.MATMUL not in fate:
-        return Reason.VOCABULARY, f"N={n} leaves the graph as it is"
     if k < MIN_CONTRACTION:
         return Reason.SHORT_CONTRACTION, f"K={k} < {MIN_CONTRACTION}"
     share = padding_share(k)
@@ -113,7 +126,7 @@ def _follow(given: Plan, matmul: Matmul, default: Decision) -> Decision:
     wanted = given[key].precision
     if wanted is default.precision:
         return default
-    refused = _impossible(matmul)
+    refused = _unsupported(matmul) or _uneven(matmul)
     if wanted is Precision.NVFP4 and refused is not None:
         log.warning("the given plan wants %s in nvfp4, but %s: left in %s", key, refused[1], matmul.site.dtype)
         return Decision(matmul.site, Precision.BF16, *refused)

@@ -1,0 +1,340 @@
+"""The graph after the passes, as text, and what every pass owes: idempotence, and an effect."""
+
+from __future__ import annotations
+
+import importlib
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4_compile
+from fp4_compile import Precision
+from fp4_compile.options import Options
+from fp4_compile.passes import PIPELINE, Context
+from fp4_compile.testing import canonical_graph, count_ops
+
+
+def stages(model, *inputs, **options):
+    """The stages of a model's only graph, as text by name."""
+    (graph,) = fp4_compile.explain(model, *inputs, options=options).graphs
+    return graph.stages
+
+
+class Attention(nn.Module):
+    """q, k and v of one input, and an output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        return self.o((q @ k.transpose(-1, -2)).softmax(-1) @ x)
+
+
+class Goldens(expecttest.TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+
+    def test_inference_linear(self):
+        model = nn.Linear(64, 96)
+        with torch.no_grad():
+            text = stages(model, torch.randn(4, 64))["cleanup"]
+        self.assertExpectedInline(
+            text,
+            """\
+%0 = param: f32[96, 64]
+%1 = param: f32[96]
+%2 = input: f32[4, 64]
+%3 = fp4.amax(%2): f32[]
+%4 = fp4.quantize(%2, %3, 1x16, False)
+%5 = %4.0: u8[4, 32]
+%6 = %4.1: e4m3[4, 4]
+%7 = fp4.amax(%0): f32[]
+%8 = fp4.quantize(%0, %7, 1x16, False)
+%9 = %8.0: u8[96, 32]
+%10 = %8.1: e4m3[96, 4]
+%11 = fp4.scaled_mm(%5, %6, %3, %9, %10, %7, %1, f32): f32[4, 96]
+return (%11)
+""",
+        )
+
+    def test_training_keeps_the_backward_in_high_precision(self):
+        model = nn.Linear(64, 96, bias=False)
+        text = stages(model, torch.randn(32, 64, requires_grad=True))["cleanup"]
+        self.assertExpectedInline(
+            text,
+            """\
+%0 = param: f32[96, 64]
+%1 = input: f32[32, 64]
+%2 = tangent: f32[32, 96]
+%3 = permute(%0, [1, 0]): f32[64, 96]{1, 64}
+%4 = fp4.amax(%1): f32[]
+%5 = fp4.quantize(%1, %4, 1x16, False)
+%6 = %5.0: u8[32, 32]
+%7 = %5.1: e4m3[32, 4]
+%8 = fp4.amax(%0): f32[]
+%9 = fp4.quantize(%0, %8, 1x16, False)
+%10 = %9.0: u8[96, 32]
+%11 = %9.1: e4m3[96, 4]
+%12 = fp4.scaled_mm(%6, %7, %4, %10, %11, %8, None, f32): f32[32, 96]
+%13 = permute(%2, [1, 0]): f32[96, 32]{1, 96} !bwd
+%14 = mm(%13, %1): f32[96, 64] !bwd
+%15 = permute(%14, [1, 0]): f32[64, 96]{1, 64} !bwd
+%16 = permute(%3, [1, 0]): f32[96, 64] !bwd
+%17 = mm(%2, %16): f32[32, 64] !bwd
+%18 = permute(%15, [1, 0]): f32[96, 64] !bwd
+return [%12, %18, %17]
+""",
+        )
+
+    def test_symbolic_batch_and_other_options(self):
+        model = nn.Linear(40, 96, bias=False).bfloat16()
+        x = torch.randn(6, 40, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 0)
+        plan = fp4_compile.Plan(
+            tuple(type(d)(d.site, Precision.NVFP4, d.reason, d.detail) for d in fp4_compile.explain(model, x).plan)
+        )
+        with torch.no_grad():
+            text = stages(model, x, plan=plan, weight_block="16x16", four_over_six="activations")["cleanup"]
+        self.assertExpectedInline(
+            text,
+            """\
+%0 = param: bf16[96, 40]
+%1 = symint: s0
+%2 = input: bf16[s0, 40]
+%3 = fp4.amax(%2): f32[]
+%4 = fp4.quantize(%2, %3, 1x16, True)
+%5 = %4.0: u8[s0, 24]
+%6 = %4.1: e4m3[s0, 3]
+%7 = mul.Tensor(%3, 1.75): f32[]
+%8 = fp4.amax(%0): f32[]
+%9 = fp4.quantize(%0, %8, 16x16, False)
+%10 = %9.0: u8[96, 24]
+%11 = %9.1: e4m3[96, 3]
+%12 = fp4.scaled_mm(%5, %6, %7, %10, %11, %8, None, bf16): bf16[s0, 96]
+return (%12)
+""",
+        )
+
+    def test_convolution(self):
+        model = nn.Conv2d(32, 48, 1)
+        with torch.no_grad():
+            text = stages(model, torch.randn(2, 32, 5, 5))["cleanup"]
+        self.assertExpectedInline(
+            text,
+            """\
+%0 = param: f32[48, 32, 1, 1]
+%1 = param: f32[48]
+%2 = input: f32[2, 32, 5, 5]
+%3 = permute(%2, [0, 2, 3, 1]): f32[2, 5, 5, 32]{800, 5, 1, 25}
+%4 = squeeze.dims(%0, [2, 3]): f32[48, 32]
+%5 = fp4.amax(%3): f32[]
+%6 = fp4.quantize(%3, %5, 1x16, False)
+%7 = %6.0: u8[2, 5, 5, 16]
+%8 = %6.1: e4m3[2, 5, 5, 2]
+%9 = fp4.amax(%4): f32[]
+%10 = fp4.quantize(%4, %9, 1x16, False)
+%11 = %10.0: u8[48, 16]
+%12 = %10.1: e4m3[48, 2]
+%13 = fp4.scaled_mm(%7, %8, %5, %11, %12, %9, %1, f32): f32[2, 5, 5, 48]
+%14 = permute(%13, [0, 3, 1, 2]): f32[2, 48, 5, 5]{1200, 1, 240, 48}
+%15 = clone(%14, memory_format=contiguous_format): f32[2, 48, 5, 5]
+return (%15)
+""",
+        )
+
+    def test_scaled_matrix_bias(self):
+        def function(b, x, w):
+            return torch.addmm(b, x, w, beta=0.5, alpha=2.0)
+
+        with torch.no_grad():
+            text = stages(function, torch.randn(4, 96), torch.randn(4, 64), torch.randn(64, 96))["cleanup"]
+        self.assertExpectedInline(
+            text,
+            """\
+%0 = input: f32[4, 96]
+%1 = input: f32[4, 64]
+%2 = input: f32[64, 96]
+%3 = permute(%2, [1, 0]): f32[96, 64]{1, 96}
+%4 = fp4.amax(%1): f32[]
+%5 = fp4.quantize(%1, %4, 1x16, False)
+%6 = %5.0: u8[4, 32]
+%7 = %5.1: e4m3[4, 4]
+%8 = fp4.amax(%3): f32[]
+%9 = fp4.quantize(%3, %8, 1x16, False)
+%10 = %9.0: u8[96, 32]
+%11 = %9.1: e4m3[96, 4]
+%12 = fp4.scaled_mm(%6, %7, %4, %10, %11, %8, None, f32): f32[4, 96]
+%13 = mul.Tensor(%12, 2): f32[4, 96]
+%14 = add.Tensor(%13, %0, alpha=0.5): f32[4, 96]
+return (%14)
+""",
+        )
+
+    def test_plan_of_an_attention_block(self):
+        x = torch.randn(2, 8, 64)
+        torch._dynamo.mark_dynamic(x, 1)
+        with torch.no_grad():
+            text = str(fp4_compile.explain(Attention(), x))
+        self.assertExpectedInline(
+            text,
+            """\
+site             MxNxK       precision  reason
+q:mm.fprop       2*s0x64x64  nvfp4      quantized: weight once
+k:mm.fprop       2*s0x64x64  nvfp4      quantized: weight once
+top:bmm.fprop    2*s0xs0x64  fp32       attention product: feeds an attention softmax
+top:bmm.fprop#1  2*s0x64xs0  fp32       attention product: multiplies softmax weights
+o:mm.fprop       2*s0x64x64  nvfp4      quantized: weight once
+3 of 5 matmuls in NVFP4, 8.6% of the matmul FLOPs
+1 graph, 0 graph breaks""",
+        )
+
+
+def test_what_feeds_q_and_k_is_quantized_once_and_weights_keep_their_own_scales():
+    with torch.no_grad():
+        text = stages(Attention(), torch.randn(2, 8, 64))
+    before, after = (text[name].count("fp4.quantize") for name in ("rewrite", "share"))
+    assert (before, after) == (6, 5)  # q, k, o: three weights, and two activations
+    assert text["share"].count("fp4.amax") == 5
+
+
+def test_checkpointed_regions_do_not_share_quantizers():
+    def block(x, w, v):
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: torch.sin(F.linear(x, w)) + torch.cos(F.linear(x, v)), x, use_reentrant=False
+        )
+
+    x, w, v = (torch.randn(64, 64, requires_grad=True) for _ in range(3))
+    text = stages(lambda x, w, v: block(x, w, v) + F.linear(x, w), x, w, v)["share"]
+    recomputed = [line for line in text.splitlines() if "fp4.quantize" in line and "!recompute" in line]
+    kept = [line for line in text.splitlines() if "fp4.quantize" in line and "!recompute" not in line]
+    assert len(recomputed) == 3  # x once, w, v
+    assert len(kept) == 2  # x and w again, outside the region
+
+
+def traced(function, *inputs):
+    """An ATen graph with fake values, as the passes get it."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in inputs]
+        return make_fx(function)(*fakes)
+
+
+def three_layers(x, w, v, u):
+    y = torch.mm(x, w)
+    return torch.mm(y, v), torch.mm(x, u), torch.mm(y, y.t())
+
+
+THREE = [torch.randn(*s) for s in ((32, 64), (64, 64), (64, 96), (64, 40))]
+
+
+def test_the_pipeline_is_idempotent():
+    gm = traced(three_layers, *THREE)
+    context = Context(Options())
+    for run in PIPELINE:
+        run(gm.graph, context)
+    once, plan = canonical_graph(gm.graph), context.plan
+    assert count_ops(gm.graph)["fp4.scaled_mm"] == 4
+    for run in PIPELINE:
+        run(gm.graph, context)
+    assert canonical_graph(gm.graph) == once
+    assert context.plan == plan
+
+
+@pytest.mark.parametrize("run", PIPELINE, ids=lambda run: run.__name__)
+def test_each_pass_is_idempotent_by_itself(run):
+    gm = traced(three_layers, *THREE)
+    context = Context(Options())
+    for earlier in PIPELINE[: PIPELINE.index(run)]:
+        earlier(gm.graph, context)
+    run(gm.graph, context)
+    once = canonical_graph(gm.graph)
+    if run.__name__ == "rewrite":  # a second rewrite starts from what is left to rewrite
+        PIPELINE[0](gm.graph, context)
+    run(gm.graph, context)
+    gm.graph.lint()
+    assert canonical_graph(gm.graph) == once
+
+
+def test_the_rewritten_graph_computes_what_the_operators_do_by_hand():
+    gm = traced(three_layers, *THREE)
+    context = Context(Options())
+    for run in PIPELINE:
+        run(gm.graph, context)
+    gm.recompile()
+
+    def linear(x, w):
+        a, b, w = torch.ops.fp4.amax(x), torch.ops.fp4.amax(w), w.t()
+        return torch.ops.fp4.scaled_mm(
+            *torch.ops.fp4.quantize(x, a), a, *torch.ops.fp4.quantize(w, b), b, None, x.dtype
+        )
+
+    x, w, v, u = THREE
+    y = linear(x, w)
+    for got, want in zip(gm(*THREE), (linear(y, v), linear(x, u), linear(y, y.t())), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_matmul_that_resists_stays_and_says_so(monkeypatch, caplog):
+    module = importlib.import_module("fp4_compile.passes.rewrite")  # the package's attribute is the function
+
+    def broken(graph, matmul, context):
+        graph.call_function(torch.ops.aten.relu.default, (matmul.node,))
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(module, "_rewrite_matmul", broken)
+    gm = traced(three_layers, *THREE)
+    before = canonical_graph(gm.graph)
+    context = Context(Options())
+    for run in PIPELINE:
+        run(gm.graph, context)
+    assert canonical_graph(gm.graph) == before
+    assert {d.reason for d in context.plan} == {fp4_compile.Reason.FAILED}
+    assert "stays in fp32" in caplog.text
+
+
+def test_verify_catches_a_decision_that_was_not_carried_out():
+    from fp4_compile.errors import VerificationError
+
+    gm = traced(three_layers, *THREE)
+    context = Context(Options())
+    for run in PIPELINE:
+        if run.__name__ not in ("rewrite", "verify"):
+            run(gm.graph, context)
+    with pytest.raises(VerificationError, match="decided nvfp4"):
+        PIPELINE[-1](gm.graph, context)
+
+
+def test_roles_are_found_without_sequence_numbers():
+    """Structure alone tells dgrad from wgrad: the operand the gradient is multiplied with."""
+    from torch._functorch.aot_autograd import aot_function
+
+    seen = {}
+
+    def partition(joint, inputs, **kwargs):
+        from torch._functorch.partitioners import default_partition
+
+        for node in joint.graph.nodes:
+            node.meta.pop("seq_nr", None)
+        context = Context(Options())
+        PIPELINE[0](joint.graph, context)
+        for matmul in context.matmuls:
+            seen[matmul.site.key] = matmul.site.shape
+        return default_partition(joint, inputs, **kwargs)
+
+    x, w = torch.randn(32, 64, requires_grad=True), torch.randn(64, 96, requires_grad=True)
+    compiled = aot_function(
+        lambda x, w: torch.mm(x, w).sin(),
+        fw_compiler=lambda g, _: g,
+        bw_compiler=lambda g, _: g,
+        partition_fn=partition,
+    )
+    compiled(x, w)
+    assert seen == {"top:mm.fprop": "32x96x64", "top:mm.dgrad": "32x64x96", "top:mm.wgrad": "64x96x32"}
