@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,4 +151,5 @@ class _Planner:
 
 
 def _wrap(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.fill(text.strip(), width, initial_indent=indent, subsequent_indent=indent + "  ")

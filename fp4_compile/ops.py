@@ -95,7 +95,8 @@ def _scaled_mm(
     """
     lhs, rhs = _decode(a, a_scales), _decode(b, b_scales)
     alpha = numerics.gemm_alpha(a_amax, b_amax)
-    product = torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
+    with torch.autocast(lhs.device.type, enabled=False):
+        product = torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
     product = product.mul_(alpha)
     if bias is not None:
         product = product.add_(bias)

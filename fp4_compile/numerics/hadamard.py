@@ -27,7 +27,8 @@ def random_hadamard(x: Tensor, dim: int = -1) -> Tensor:
     require_dtype("x", x, *REAL_DTYPES)
     require_dims("x", x, 1)
     groups = split_blocks(x.movedim(dim, -1), HADAMARD_SIZE).to(torch.float32)
-    transformed = torch.matmul(groups, hadamard_matrix(x.device)).to(torch.bfloat16)
+    with torch.autocast(x.device.type, enabled=False):
+        transformed = torch.matmul(groups, hadamard_matrix(x.device)).to(torch.bfloat16)
     return transformed.flatten(-2).movedim(-1, dim)
 
 

@@ -1,0 +1,30 @@
+# make demo: compile a trained sentence encoder to NVFP4.   make test: run the tests.   make lint: ruff and mypy.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/demo.installed
+	$(RUN) examples/embed_sentences.py
+
+test: $(VENV)/test.installed
+	$(RUN) -m pytest -q
+
+lint: $(VENV)/test.installed
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) demo_dump
+
+$(VENV)/created:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo.installed: EXTRAS := examples
+$(VENV)/test.installed: EXTRAS := test,examples
+$(VENV)/%.installed: pyproject.toml | $(VENV)/created
+	@echo "installing fp4_compile[$(EXTRAS)] into $(VENV); torch is a large download"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	@touch $@
