@@ -1,7 +1,8 @@
 """NVFP4 as a torch.compile backend: ``torch.compile(model, backend="nvfp4")``.
 
 Public names: `explain` says what would happen to a model, `Options` are what ``options={...}`` takes, `Plan` is
-the decision, `invalidate` is for weight edits torch cannot see, `fp4_compile.errors` are a user's mistakes, and
+the decision, `calibrate` makes `Scores` from data and those make plans under a budget, `invalidate` is for weight
+edits torch cannot see, `fp4_compile.cost_model` predicts times, `fp4_compile.errors` are a user's mistakes, and
 `fp4_compile.testing` serves users' own golden tests.
 """
 
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "Plan", "Precision", "Reason", "__version__", "explain", "invalidate"]
+__all__ = ["Options", "Plan", "Precision", "Reason", "Scores", "__version__", "calibrate", "explain", "invalidate"]
 
 if TYPE_CHECKING:
     from fp4_compile.explanation import explain
     from fp4_compile.options import Options
     from fp4_compile.plan import Plan, Precision, Reason
+    from fp4_compile.planner.scores import Scores
+    from fp4_compile.sensitivity.calibrated import calibrate
     from fp4_compile.weights import invalidate
 
 _HOMES = {
@@ -24,6 +27,8 @@ _HOMES = {
     "Plan": "plan",
     "Precision": "plan",
     "Reason": "plan",
+    "Scores": "planner.scores",
+    "calibrate": "sensitivity.calibrated",
     "explain": "explanation",
     "invalidate": "weights",
 }

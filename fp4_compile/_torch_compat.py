@@ -6,7 +6,9 @@ A new torch release is checked by reading this file: each name says what it is u
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,20 +37,25 @@ __all__ = [
     "TorchDynamoException",
     "aot_autograd",
     "build_cpp",
+    "compile_apart",
     "compile_fx_inner",
     "compile_with_inductor",
     "custom_passes",
     "dynamo_counters",
     "dynamo_input_position",
     "fake_mode_of",
+    "free_unbacked_symbols",
     "inductor_setting_names",
     "is_static_input",
     "make_boxed_func",
+    "matmul_decompositions",
     "min_cut_rematerialization_partition",
     "mode_settings",
     "observe_pass",
+    "outside_fake_mode",
     "select_decomp_table",
     "statically_true",
+    "torch_cpu_library",
     "without_autograd_cache",
 ]
 
@@ -62,6 +69,21 @@ def compile_with_inductor(
     """Inductor's whole-graph compile with settings and an inner compiler of our own."""
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))
     return compiled  # type: ignore[no-any-return]
+
+
+def torch_cpu_library() -> ctypes.CDLL:
+    """The library that holds torch's CPU operators, and MKL in torch's own builds for x86.
+
+    Raises:
+        OSError: there is none of that name, as on other platforms.
+    """
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+def compile_apart(model: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """``torch.compile`` that neither uses what a model was compiled to nor counts against its recompile limit."""
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, isolate_recompiles=True)  # type: ignore
+    return compiled
 
 
 def build_cpp(source: str) -> Any:
@@ -98,6 +120,14 @@ def custom_passes(hook: str) -> tuple[Any, ...]:
     return tuple(current) if isinstance(current, (list, tuple)) else (current,)
 
 
+def matmul_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions of matrix multiplications alone: the rest of a graph keeps its fused backward."""
+    aten = torch.ops.aten
+    names = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot)
+    table = select_decomp_table()
+    return {op.default: table[op.default] for op in names if op.default in table}
+
+
 def is_static_input(example: object) -> bool:
     """Whether Dynamo hands this graph input over as a parameter or buffer of a module."""
     static = getattr(example, "_dynamo_static_input_type", None) is not None
@@ -126,6 +156,20 @@ def statically_true(condition: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(condition))  # type: ignore[arg-type]
+
+
+def free_unbacked_symbols(size: object) -> bool:
+    """Whether a size depends on data, so that no guard can ask for it."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as unbacked
+
+    return isinstance(size, torch.SymInt) and bool(unbacked(size))
+
+
+def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Compute on real tensors in the middle of a trace."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def observe_pass(gm: fx.GraphModule, name: str, run: Callable[[fx.Graph], None]) -> None:

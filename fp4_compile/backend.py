@@ -47,8 +47,13 @@ def nvfp4(
     pipeline = Pipeline(chosen, example_inputs, recorder)
     settings = inductor_settings(chosen, mode, example_inputs)
     settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
-    with without_autograd_cache():
-        return compile_with_inductor(gm, example_inputs, _InnerCompiler(recorder), settings)
+    try:
+        with without_autograd_cache():
+            compiled = compile_with_inductor(gm, example_inputs, _InnerCompiler(recorder), settings)
+        pipeline.check_fit()
+        return compiled
+    finally:
+        pipeline.context.weights = {}  # nothing of ours keeps a weight alive
 
 
 def inductor_settings(options: Options, mode: str | None, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -25,3 +25,19 @@ class PlanError(Fp4CompileError, ValueError):
 
 class VerificationError(Fp4CompileError, RuntimeError):
     """A pass left a graph that breaks an invariant: a fault of fp4_compile, never of the user."""
+
+
+class BudgetError(Fp4CompileError):
+    """A budget that no choice of matmuls can meet; ``closest`` is the closest that can be met."""
+
+    def __init__(self, message: str, closest: float) -> None:
+        super().__init__(message)
+        self.closest = closest
+
+
+class DeviceError(Fp4CompileError):
+    """An unknown target device, or a table of measurements that cannot be used."""
+
+
+class CalibrationError(Fp4CompileError):
+    """Calibration data that cannot be used: no batches, a loss that is not finite, a file of another model."""

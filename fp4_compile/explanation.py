@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp4_compile._torch_compat import (
     BackendCompilerFailed,
     aot_autograd,
+    compile_apart,
     dynamo_counters,
     make_boxed_func,
     min_cut_rematerialization_partition,
@@ -99,8 +99,7 @@ def explain(
     chosen = Options.parse(options)
     planner = _Planner(chosen)
     before = Counter(dynamo_counters["graph_break"])
-    # A fresh wrapper compiles anew even if the model has been compiled and is cached.
-    compiled = torch.compile(model, backend=planner)
+    compiled = compile_apart(model, planner)
     try:
         compiled(*inputs, **keywords)
     except BackendCompilerFailed as failure:
@@ -131,13 +130,11 @@ class _Planner:
             return make_boxed_func(graph.forward)
 
         def plan_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            pipeline(graph.graph)
-            graph.recompile()
+            _run_over_regions(pipeline, graph)
             return run_as_it_is(graph, inputs)
 
         def plan_training(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            pipeline(joint.graph)
-            joint.recompile()
+            _run_over_regions(pipeline, joint)
             return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
         backend = aot_autograd(
@@ -147,7 +144,22 @@ class _Planner:
             partition_fn=plan_training,
             decompositions=select_decomp_table(),
         )
-        return backend(gm, example_inputs)
+        try:
+            compiled = backend(gm, example_inputs)
+            pipeline.check_fit()
+            return compiled
+        finally:
+            pipeline.context.weights = {}
+
+
+def _run_over_regions(pipeline: Pipeline, graph: fx.GraphModule) -> None:
+    """The pipeline over a graph and, as Inductor has it, over the regions and branches inside."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        inner = getattr(graph, str(node.target), None)
+        if isinstance(inner, fx.GraphModule):
+            _run_over_regions(pipeline, inner)
+    pipeline(graph.graph)
+    graph.recompile()
 
 
 def _wrap(text: str, width: int) -> str:

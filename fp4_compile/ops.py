@@ -72,10 +72,11 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype:
     return codes.new_empty((*codes.shape[:-1], k), dtype=dtype)
 
 
-def _decode(codes: Tensor, scales: Tensor) -> Tensor:
-    if codes.device.type == "cpu":
-        return cpu.decode_unscaled(codes, scales)
-    return numerics.decode_unscaled(codes, scales, torch.float32)
+def _unscaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
+    if a.device.type == "cpu":
+        return cpu.unscaled_product(a, a_scales, b, b_scales)
+    lhs, rhs = (numerics.decode_unscaled(*operand, torch.float32) for operand in ((a, a_scales), (b, b_scales)))
+    return torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
 
 
 def _scaled_mm(
@@ -93,10 +94,9 @@ def _scaled_mm(
     A decoded operand (code times block scale, without the tensor scale) is exact even in BF16, so its products
     are exact in FP32, and only the order of summation differs from a tensor core's.
     """
-    lhs, rhs = _decode(a, a_scales), _decode(b, b_scales)
     alpha = numerics.gemm_alpha(a_amax, b_amax)
-    with torch.autocast(lhs.device.type, enabled=False):
-        product = torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
+    with torch.autocast(a.device.type, enabled=False):
+        product = _unscaled_product(a, a_scales, b, b_scales)
     product = product.mul_(alpha)
     if bias is not None:
         product = product.add_(bias)

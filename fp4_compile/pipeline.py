@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,17 @@ import torch
 from torch import fx
 
 import fp4_compile
-from fp4_compile._torch_compat import CustomGraphPass, dynamo_input_position, is_static_input, observe_pass
+from fp4_compile._torch_compat import (
+    CustomGraphPass,
+    dynamo_counters,
+    dynamo_input_position,
+    is_static_input,
+    observe_pass,
+)
+from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.passes import PIPELINE, Context
+from fp4_compile.planner.pins import parse_pins, require_known
 from fp4_compile.recorder import Recorder
 
 log = logging.getLogger("fp4_compile")
@@ -30,14 +39,16 @@ class Pipeline(CustomGraphPass):
 
     def __init__(self, options: Options, example_inputs: Sequence[Any], recorder: Recorder) -> None:
         static = frozenset(i for i, example in enumerate(example_inputs) if is_static_input(example))
-        self.context = Context(options, static)
+        # Held until the compile is over (see backend.nvfp4), and only if something is to be scored.
+        weights = {i: example_inputs[i] for i in static} if options.plans else {}
+        self.context = Context(options, static, weights)
         self._recorder = recorder
 
     def __call__(self, graph: fx.Graph) -> None:
         """Decide and rewrite, in place."""
         for node in graph.nodes:
-            if node.op == "placeholder" and dynamo_input_position(node) in self.context.static_inputs:
-                node.meta["fp4_param"] = True
+            if node.op == "placeholder":
+                mark_parameter(node, self.context.static_inputs)
         self._recorder.graph("aten", graph)
         owner = graph.owning_module
         if owner is None:
@@ -50,11 +61,41 @@ class Pipeline(CustomGraphPass):
         self._recorder.plan(plan)
         log.info("plan of this graph:\n%s", plan)
 
+    def check_fit(self) -> None:
+        """After all graphs of a compile were seen: do the given plan and pins name anything in it?
+
+        After a graph break they may be meant for another part of the model, and it is only logged.
+
+        Raises:
+            PlanError: the plan names none of the sites.
+            OptionError: a pin fits none of the sites.
+        """
+        sites = [decision.site for decision in self.context.plan]
+        options = self.context.options
+        if not sites or not (options.plan or options.pins):
+            return
+        try:
+            if options.plan is not None:
+                options.plan.require_fit(sites)
+            require_known(sites, parse_pins(options.pins))
+        except Fp4CompileError as error:
+            if not sum(Counter(dynamo_counters["graph_break"]).values()):
+                raise
+            log.info("a part of a model: %s", error)
+
     def uuid(self) -> str:
         """Everything the result depends on besides the graph: the sources, the options, what is a weight."""
         static = sorted(self.context.static_inputs)
         key = (fp4_compile.__version__, source_digest(), torch.__version__, self.context.options.digest(), static)
         return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def mark_parameter(placeholder: fx.Node, static_inputs: frozenset[int]) -> None:
+    """Note on a placeholder which parameter or buffer it is."""
+    position = dynamo_input_position(placeholder)
+    if position in static_inputs:
+        placeholder.meta["fp4_param"] = True
+        placeholder.meta["fp4_input"] = position
 
 
 @functools.cache

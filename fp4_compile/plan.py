@@ -6,15 +6,19 @@ import dataclasses
 import enum
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
 
 from fp4_compile.cost_model.gemm import gemm_flops
 from fp4_compile.errors import PlanError
+from fp4_compile.planner.analysis import Analysis
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 
@@ -41,6 +45,10 @@ class Reason(enum.Enum):
 
     QUANTIZED = "quantized"
     PLAN = "given plan"
+    PINNED = "pinned"
+    SENSITIVE = "sensitive"
+    SLOWER = "not faster"
+    UNSCORED = "not scored"
     ATTENTION = "attention product"
     TWO_ACTIVATIONS = "two activations"
     ROUTER = "router"
@@ -61,6 +69,9 @@ ADVICE = {
     Reason.DYNAMIC_CONTRACTION: "make the contraction static: do not mark that dimension dynamic",
     Reason.DTYPE: "run the model in bfloat16, float16 or float32",
     Reason.FAILED: "report it, with TORCH_LOGS=+fp4_compile's output: it is a fault of fp4_compile",
+    Reason.SENSITIVE: "the budget spends its error elsewhere: raise it, or pin the site",
+    Reason.SLOWER: "NVFP4 would be no faster here: more rows a call, or wider layers",
+    Reason.UNSCORED: "calibrate with batches that reach it, and outputs that carry its gradient",
     Reason.BACKWARD: "nothing to do: this release trains with an NVFP4 forward and a high-precision backward",
 }
 """What a user can change to get a site into FP4; a reason that is not here is right as it is."""
@@ -105,6 +116,10 @@ class Decision:
     precision: Precision
     reason: Reason
     detail: str
+    loss: float | None = None
+    """Predicted part in the model's error if the site runs in NVFP4; the plan's `Analysis` has the unit."""
+    seconds: tuple[float, float] | None = None
+    """Predicted seconds a call in BF16, and in NVFP4 with its quantizer, on the plan's target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +127,8 @@ class Plan:
     """Every decision taken for one or more graphs. Immutable; prints, saves, loads, compares."""
 
     decisions: tuple[Decision, ...]
+    analysis: Analysis | None = None
+    """What stood behind a plan that was made from scores."""
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -155,10 +172,11 @@ class Plan:
         return fp4 / total if total else None
 
     def summary(self) -> str:
-        """One line: how many matmuls run in NVFP4, and what share of the FLOPs that is."""
+        """How many matmuls run in NVFP4, what share of the FLOPs that is, and what the planner predicts."""
         share = self.fp4_share()
         flops = "" if share is None else f", {100 * share:.1f}% of the matmul FLOPs"
-        return f"{len(self.select(Precision.NVFP4))} of {len(self)} matmuls in NVFP4{flops}"
+        counts = f"{len(self.select(Precision.NVFP4))} of {len(self)} matmuls in NVFP4{flops}"
+        return counts if self.analysis is None else f"{counts}\n{self.analysis.summary()}"
 
     def render(self, width: int = 100) -> str:
         """A table of at most ``width`` columns (60 or more), one line a site, and the summary."""
@@ -178,27 +196,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan back."""
-        sites = []
-        for d in self.decisions:
-            s = d.site
-            sites.append(
-                {
-                    "key": s.key,
-                    "module": s.module,
-                    "op": s.op,
-                    "role": s.role.value,
-                    "ordinal": s.ordinal,
-                    "batch": str(s.batch),
-                    "m": str(s.m),
-                    "n": str(s.n),
-                    "k": str(s.k),
-                    "dtype": s.dtype,
-                    "precision": d.precision.value,
-                    "reason": d.reason.name.lower(),
-                    "detail": d.detail,
-                }
-            )
-        return json.dumps({"schema": SCHEMA, "sites": sites}, indent=1) + "\n"
+        data: dict[str, Any] = {"schema": SCHEMA, "sites": [decision_to_dict(decision) for decision in self.decisions]}
+        if self.analysis is not None:
+            data["analysis"] = self.analysis.to_dict()
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -211,7 +212,8 @@ class Plan:
             data = json.loads(text)
             if data.get("schema") != SCHEMA:
                 raise PlanError(f"the plan has schema {data.get('schema')!r}; this version reads {SCHEMA}")
-            return cls(tuple(_decision(entry) for entry in data["sites"]))
+            analysis = Analysis.from_dict(data["analysis"]) if "analysis" in data else None
+            return cls(tuple(decision_from_dict(entry) for entry in data["sites"]), analysis)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -240,6 +242,38 @@ class Plan:
         decided = sorted((d.site.key, d.precision.value) for d in self.decisions)
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
+    def report(self, folder: str | os.PathLike[str]) -> str:
+        """Write ``index.html``, self-contained, and its pictures as PNGs into a folder; returns the page's path.
+
+        Raises:
+            PlanError: matplotlib is not installed, or the folder cannot be written.
+        """
+        from fp4_compile.report import write_report
+
+        return write_report(self, folder)
+
+    def require_fit(self, sites: Sequence[Site]) -> None:
+        """Check that the plan was made for a model with these sites.
+
+        Raises:
+            PlanError: it names none of them.
+        """
+        keys = [site.key for site in sites]
+        missing = [key for key in keys if key not in self]
+        if len(missing) == len(keys):
+            first = self.decisions[0].site.key if self.decisions else "nothing"
+            raise PlanError(
+                f"the given plan names none of the {len(keys)} matmuls (the first is {keys[0]!r}, the plan's first is "
+                f"{first!r}): it was made for another model; make one with fp4_compile.explain(model, ...).plan"
+            )
+        absent = len(self) - (len(keys) - len(missing))
+        if missing or absent:
+            log.info(
+                "%d matmuls are not in the given plan and follow the default policy, %d of the plan's are not here",
+                len(missing),
+                absent,
+            )
+
     def diff(self, other: Plan) -> str:
         """What ``other`` decides otherwise, one line a site; empty if the two decide alike."""
         mine, theirs = ({d.site.key: d.precision.value for d in p} for p in (self, other))
@@ -265,7 +299,38 @@ def precision_name(decision: Decision) -> str:
     return decision.precision.value if decision.precision is Precision.NVFP4 else decision.site.dtype
 
 
-def _decision(entry: dict[str, Any]) -> Decision:
+def decision_to_dict(decision: Decision) -> dict[str, Any]:
+    """The decision as JSON has it."""
+    s = decision.site
+    predicted: dict[str, Any] = {}
+    if decision.loss is not None:
+        predicted["loss"] = decision.loss
+    if decision.seconds is not None:
+        predicted["seconds"] = list(decision.seconds)
+    return {
+        "key": s.key,
+        "module": s.module,
+        "op": s.op,
+        "role": s.role.value,
+        "ordinal": s.ordinal,
+        "batch": str(s.batch),
+        "m": str(s.m),
+        "n": str(s.n),
+        "k": str(s.k),
+        "dtype": s.dtype,
+        "precision": decision.precision.value,
+        "reason": decision.reason.name.lower(),
+        "detail": decision.detail,
+        **predicted,
+    }
+
+
+def decision_from_dict(entry: dict[str, Any]) -> Decision:
+    """What `decision_to_dict` made.
+
+    Raises:
+        KeyError, TypeError, ValueError, PlanError: it is not that.
+    """
     sizes = {name: _size(entry[name]) for name in ("batch", "m", "n", "k")}
     site = Site(
         module=str(entry["module"]),
@@ -275,7 +340,15 @@ def _decision(entry: dict[str, Any]) -> Decision:
         dtype=str(entry["dtype"]),
         **sizes,
     )
-    return Decision(site, Precision(entry["precision"]), Reason[entry["reason"].upper()], str(entry["detail"]))
+    seconds = entry.get("seconds")
+    return Decision(
+        site,
+        Precision(entry["precision"]),
+        Reason[entry["reason"].upper()],
+        str(entry["detail"]),
+        None if entry.get("loss") is None else float(entry["loss"]),
+        None if seconds is None else (float(seconds[0]), float(seconds[1])),
+    )
 
 
 def _size(text: str) -> sympy.Expr:

@@ -165,3 +165,13 @@ def test_canonical_text_depends_on_the_program_alone():
         "return %4\n"
     }
     assert count_ops(make_fx(program)(torch.randn(3, 4))) == {"t": 1, "mm": 1, "relu": 1, "mul.Tensor": 1}
+
+
+def test_explaining_often_takes_nothing_from_the_model():
+    """Dynamo compiles one piece of code a limited number of times; explanations must not use those up."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 64)
+    with torch.no_grad():
+        for _ in range(torch._dynamo.config.recompile_limit + 2):
+            assert len(fp4_compile.explain(model, x).plan) == 2
+        compiled = torch.compile(model, backend="nvfp4", fullgraph=True)
+        assert not torch.equal(compiled(x), model(x))

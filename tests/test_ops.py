@@ -152,16 +152,16 @@ def test_cpu_kernels_are_the_definition_byte_for_byte(dtype, bad):
         got_codes, got_scales = cpu.quantize_1x16(x, amax)
         assert torch.equal(got_scales.view(torch.uint8), scales.view(torch.uint8)), name
         assert torch.equal(got_codes, codes), name
-        want, got = decode_unscaled(codes, scales, torch.float32), cpu.decode_unscaled(codes, scales)
+        want, got = decode_unscaled(codes, scales, torch.bfloat16), cpu.decode_unscaled(codes, scales)
         assert torch.equal(got.isnan(), want.isnan()), name
-        assert torch.equal(got.nan_to_num(7.0).view(torch.int32), want.nan_to_num(7.0).view(torch.int32)), name
+        assert torch.equal(got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16)), name
 
 
 def test_cpu_decode_is_exact_over_every_byte_and_scale():
     codes = torch.arange(256, dtype=torch.uint8).repeat(256).view(256, 256)
     scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(32).view(256, 32) & 0x7F
     scales = scales.view(torch.float8_e4m3fn)
-    want, got = decode_unscaled(codes, scales, torch.float32), cpu.decode_unscaled(codes, scales)
+    want, got = decode_unscaled(codes, scales, torch.bfloat16), cpu.decode_unscaled(codes, scales)
     assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
     assert got.isnan().any()
 
@@ -197,3 +197,23 @@ def test_a_16x16_weight_and_its_transpose_have_the_same_codes_through_the_operat
     want, _, _ = quantize_16x16(w.t().contiguous())
     assert torch.equal(numerics.unpack(codes).t(), numerics.unpack(want))
     assert not torch.equal(scales.view(torch.uint8), quantized(w)[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (5, 33, 48), (64, 96, 4096), (7, 1, 16)], ids=str)
+def test_the_bf16_gemm_of_a_cpu_loses_nothing(shape, monkeypatch):
+    """Products of decoded operands are exact in FP32: only the order of summation may differ."""
+    m, n, k = shape
+    x, weight = torch.randn(2, m, k), torch.randn(2, n, k)
+    operands = [torch.ops.fp4.quantize(t, torch.ops.fp4.amax(t)) for t in (x, weight)]
+    (codes, scales), (other_codes, other_scales) = operands
+    arguments = [(codes, scales, other_codes, other_scales), (codes, scales, other_codes[0], other_scales[0])]
+    results = [cpu.unscaled_product(*each) for each in arguments]
+    monkeypatch.setattr(cpu, "bf16_gemm", lambda: None)
+    decoded = [cpu.decode_unscaled(*operand).double() for operand in operands]
+    wanted = [decoded[0] @ decoded[1].mT, decoded[0] @ decoded[1][0].mT]
+    magnitude = [decoded[0].abs() @ decoded[1].abs().mT, decoded[0].abs() @ decoded[1][0].abs().mT]
+    for result, want, size, each in zip(results, wanted, magnitude, arguments, strict=True):
+        assert result.dtype == torch.float32
+        assert result.shape == want.shape
+        for found in (result, cpu.unscaled_product(*each)):
+            assert ((found - want).abs() <= size * k * 2**-24).all()

@@ -13,14 +13,12 @@ left none, to the one whose operand it multiplies the gradient with: the weight 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import sympy
 import torch
 from torch import fx
 
-from fp4_compile import ops
 from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.graph import aten, base, is_backward, value
 from fp4_compile.plan import Role, Site
@@ -37,14 +35,9 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def find_matmuls(graph: fx.Graph, context: Context) -> None:
     """Fill ``context.matmuls`` with the graph's matrix multiplications, in graph order."""
     symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-    ordinals: Counter[tuple[str, str, Role]] = Counter()
     forward: list[Matmul] = []
     context.matmuls = []
     for node in graph.nodes:
-        if node.target is ops.scaled_mm:
-            done = (module_path(node), node.meta.get("fp4_op", "mm"), Role.FPROP)
-            ordinals[done] += 1
-            continue
         found = _operands(node)
         if found is None:
             continue
@@ -54,8 +47,10 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
         if is_backward(node):
             owner, role = _owner_and_role(node, lhs, rhs, forward, context.matmuls)
             module = owner.site.module if owner else module
-        ordinal = ordinals[module, op, role]
-        ordinals[module, op, role] += 1
+        # A graph may come again, split or inside another one: what was found in it keeps its name.
+        if "fp4_site" not in node.meta:
+            node.meta["fp4_site"] = (module, op, role, context.next_ordinal(module, op, role))
+        module, op, role, ordinal = node.meta["fp4_site"]
         batch, m, n, k = _sizes(op, lhs, rhs, symbols)
         site = Site(module, op, role, ordinal, batch, m, n, k, dtype_name(value(lhs).dtype))
         matmul = Matmul(site, node, (positions[0], positions[1]))

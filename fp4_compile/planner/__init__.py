@@ -1,0 +1,1 @@
+"""From scores and a budget to a plan."""
