@@ -61,9 +61,9 @@ def language_model() -> Study:
     study = Study(
         "SmolLM2-135M",
         model,
-        smollm2.batches(tokenizer, 16),
-        smollm2.batches(tokenizer, 8, skip=16),
-        smollm2.batches(tokenizer, 1, skip=16),
+        smollm2.batches(tokenizer, 8),
+        smollm2.batches(tokenizer, 4, skip=8),
+        smollm2.batches(tokenizer, 1, skip=8),
     )
     study.distance, study.loss_fn = kl_divergence, smollm2.next_token_loss
     return study

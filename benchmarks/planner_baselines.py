@@ -66,29 +66,41 @@ def modelopt(study: Any, survey: Survey, shares: Sequence[float]) -> list[frozen
     out = [name for name, m in study.model.named_modules() if isinstance(m, torch.nn.Linear) and name not in keys]
     elements = {name: m.weight.numel() for name, m in study.model.named_modules() if isinstance(m, torch.nn.Linear)}
     total, free = sum(elements.values()), sum(elements[name] for name in keys)
-    found: list[frozenset[str] | None] = []
-    for share in shares:
-        bits = 16 - 11.5 * share * free / total
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, state = mtq.auto_quantize(
-                copy.deepcopy(study.model),
-                constraints={"effective_bits": bits + 1e-6},
-                quantization_formats=[_nvfp4_on_a_cpu(mtq)],
-                data_loader=study.calibration,
-                forward_step=lambda m, b: m(**b),
-                loss_func=_loss(study),
-                num_calib_steps=len(study.calibration),
-                num_score_steps=len(study.calibration),
-                disabled_layers=[f"*{name}*" for name in out] or None,
-            )
-        del model
-        chosen = set()
-        for group, recipe in state["best"]["recipe"].items():
-            if "NONE" not in str(recipe).upper():
-                chosen.update(keys[m] for m in state["candidate_stats"][group]["module_names"] if m in keys)
-        found.append(frozenset(chosen))
-    return found
+    budgets = [16 - 11.5 * share * free / total for share in shares]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, state = mtq.auto_quantize(
+            copy.deepcopy(study.model),
+            constraints={"effective_bits": budgets[0] + 1e-6},
+            quantization_formats=[_nvfp4_on_a_cpu(mtq)],
+            data_loader=study.calibration,
+            forward_step=lambda m, b: m(**b),
+            loss_func=_loss(study),
+            num_calib_steps=len(study.calibration),
+            num_score_steps=len(study.calibration),
+            disabled_layers=[f"*{name}*" for name in out] or None,
+        )
+    return [_modelopt_choice(state["candidate_stats"], total, bits, keys) for bits in budgets]
+
+
+def _modelopt_choice(stats: dict[str, Any], total: int, bits: float, keys: dict[str, str]) -> frozenset[str]:
+    """What ModelOpt's solver makes of its scores at another budget, with the lower bounds it tries in turn."""
+    from modelopt.torch.opt.searcher import LPS
+
+    groups = list(stats.values())
+    # Layers that it was told to leave alone cost 16 bits and count.
+    most = total * bits / 16 - (total - sum(max(group["costs"]) for group in groups))
+    for share in (None, 0.99, 0.90):
+        bounds = {"weight": (None if share is None else share * most, most * (1 + 1e-6))}
+        costs, scores = [group["costs"] for group in groups], [group["scores"] for group in groups]
+        picked, status = LPS("auto_quantize", bounds, {"weight": costs}, scores, "minimize", False)()
+        if status == "Optimal":
+            break
+    chosen = set()
+    for group, i in zip(groups, picked, strict=True):
+        if group["costs"][i] < max(group["costs"]):
+            chosen.update(keys[name] for name in group["module_names"] if name in keys)
+    return frozenset(chosen)
 
 
 def _loss(study: Any) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from fp4_compile.sensitivity.calibrated import calibrate
 
 def calibration(study: Any, quick: bool) -> dict[str, float]:
     """Calibration against a plain forward and backward over the same batches: time here, memory in new processes."""
-    batches = study.calibration[: 1 if quick else 4]
+    batches = study.calibration[: 1 if quick else 2]
     calls = {
         "plain": lambda: train(study, batches),
         "calibration": lambda: calibrate(study.model, batches, study.loss_fn),

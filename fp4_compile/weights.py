@@ -15,6 +15,7 @@ Nothing here keeps a weight alive, and nothing is keyed on an address alone: add
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 SAMPLES = 512
+CHUNK = 2**20
+"""Elements that are hashed at a time, so that the hash of a large weight needs little memory."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -116,7 +119,23 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """A hash of every row and of every column, so that no element and no exchange of elements escapes."""
-    matrix = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight.reshape(1, -1)
-    hashes = torch.cat([torch.hash_tensor(matrix, dim=1), torch.hash_tensor(matrix, dim=0)])
-    return hashes.view(torch.int64)
+    """A hash of every element and its place: the bits times fixed random numbers, summed modulo 2**64, by chunks.
+
+    An exclusive-or (torch.hash_tensor) would do no better than chance on patterns: a sign that changes everywhere
+    cancels in it, and so do elements that trade places.
+    """
+    bits = weight.reshape(-1).view(_BITS[weight.element_size()])
+    factors = _random_factors(weight.device)
+    chunks = bits.split(CHUNK)
+    hashes = torch.stack([(chunk.to(torch.int64) * factors[: chunk.numel()]).sum() for chunk in chunks])
+    return hashes if bits.numel() else hashes[:0]
+
+
+@functools.cache
+def _random_factors(device: torch.device) -> Tensor:
+    """Odd, so that no change of one element is lost."""
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator)
+        return (2 * drawn + 1).to(device)
+

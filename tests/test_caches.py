@@ -29,7 +29,7 @@ if request.get("version"):
 if request.get("policy"):  # another policy: an edit of the sources, which the pipeline's digest covers
     import fp4_compile.pipeline
     import importlib
-    module = importlib.import_module("fp4_compile.passes.assign")
+    module = importlib.import_module("fp4_compile.passes.policy")
     module.MIN_OUTPUTS = request["policy"]
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))

@@ -12,6 +12,7 @@ left none, to the one whose operand it multiplies the gradient with: the weight 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -64,8 +65,10 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2] or m[3]), path)
-    parts = [part for part in path.split(".") if part and part not in ("L", "G", "self", "fn", "_orig_mod", "__self__")]
-    return ".".join(parts) or "top"
+    parts = [part for part in path.split(".") if part and part != "_orig_mod"]
+    # Where Dynamo found the root: L['self'], L['fn'].__self__. A submodule may be called "self" too (BERT's is).
+    below_root = itertools.dropwhile(lambda part: part in ("L", "G", "self", "fn", "__self__"), parts)
+    return ".".join(below_root) or "top"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

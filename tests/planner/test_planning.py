@@ -276,3 +276,23 @@ def test_dynamic_rows_are_decided_by_guards() -> None:
             error = (compiled(x) - layer(x)).float().norm() / layer(x).float().norm()
             assert (error > 0.05) == quantized, m
     assert graph_count() == 2
+
+
+def test_site_keys_are_the_modules_own_paths() -> None:
+    """A pin is written with the path that named_modules gives, whatever the parts are called."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("self", nn.ModuleDict({"query": nn.Linear(64, 64), "fn": nn.Linear(64, 64)}))
+            self.L = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = getattr(self, "self")  # noqa: B009
+            return self.L(inner["fn"](inner["query"](x)))
+
+    model = nn.Sequential(Attention(), nn.Linear(64, 64))
+    with torch.no_grad():
+        plan = fp4_compile.explain(model, torch.randn(2, 64)).plan
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {d.site.module for d in plan} == linear
