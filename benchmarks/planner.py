@@ -130,8 +130,9 @@ def distances(study: Study, scores: dict[str, Scores]) -> dict[str, list[tuple[f
     """For each method and share: the share it came to, and the distance measured there."""
     calibrated = scores["calibrated"]
     choices: dict[str, list[frozenset[str] | None]] = {
-        "ours, calibrated": [ours(calibrated, share) for share in SHARES],
-        "ours, static": [ours(scores["static"], share) for share in SHARES],
+        "ours, calibrated": [ours(calibrated, share, siblings_agree=False) for share in SHARES],
+        "ours, calibrated, q/k/v alike": [ours(calibrated, share) for share in SHARES],
+        "ours, static": [ours(scores["static"], share, siblings_agree=False) for share in SHARES],
         "uniform": [baselines.uniform(calibrated.survey, share) for share in SHARES],
         "last layers in BF16": [baselines.last_in_bf16(calibrated.survey, share) for share in SHARES],
         "ModelOpt auto_quantize": baselines.modelopt(study, calibrated.survey, SHARES),
@@ -147,12 +148,12 @@ def distances(study: Study, scores: dict[str, Scores]) -> dict[str, list[tuple[f
     return {name: [None if c is None else measured[c] for c in row] for name, row in choices.items()}
 
 
-def ours(scores: Scores, share: float) -> frozenset[str]:
+def ours(scores: Scores, share: float, siblings_agree: bool = True) -> frozenset[str]:
     """The sites of our plan with so much of the candidates' FLOPs in NVFP4."""
     total = math.fsum(entry.flops for entry in scores.survey)
     candidates = math.fsum(entry.flops for entry in scores.survey if entry.advised)
     budget = min(1.0, 1 - share * candidates / total + 1e-9)
-    plan = scores.plan({"bf16_flops": budget})
+    plan = scores.plan({"bf16_flops": budget}, siblings_agree=siblings_agree)
     return frozenset(d.site.key for d in plan if d.precision.value == "nvfp4")
 
 

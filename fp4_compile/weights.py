@@ -126,7 +126,7 @@ def _whole(weight: Tensor) -> Tensor:
     """
     bits = weight.reshape(-1).view(_BITS[weight.element_size()])
     factors = _random_factors(weight.device)
-    chunks = bits.split(CHUNK)
+    chunks = torch.split(bits, CHUNK)
     hashes = torch.stack([(chunk.to(torch.int64) * factors[: chunk.numel()]).sum() for chunk in chunks])
     return hashes if bits.numel() else hashes[:0]
 

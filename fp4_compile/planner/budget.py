@@ -120,7 +120,9 @@ def site_seconds(entry: Entry, device: Device) -> tuple[float, float]:
     return found.bf16, found.gemm + found.weight_quantizer
 
 
-def make_problem(scores: Scores, pins: Pins, device: Device | None) -> tuple[Problem, Totals]:
+def make_problem(
+    scores: Scores, pins: Pins, device: Device | None, siblings_agree: bool = True
+) -> tuple[Problem, Totals]:
     """The choice among a model's candidates as an optimization problem, and what it starts from.
 
     Metrics: ``loss``, ``bits``, ``flops``, ``params``, and with a device ``seconds``; each a change relative to
@@ -147,7 +149,12 @@ def make_problem(scores: Scores, pins: Pins, device: Device | None) -> tuple[Pro
         items.append(Item(entry.key, change, frozenset({entry.reads} if device is not None else ())))
     keys = {item.key for item in items}
     free = {e.key for e in chosen if pinned(e.site, pins) is None}
-    groups = tuple(group & free for group in scores.survey.groups if len(group & free) > 1)
+    weight = {entry.key: entry.weight for entry in scores.survey}
+    groups = tuple(
+        group & free
+        for group in scores.survey.groups
+        if len(group & free) > 1 and (siblings_agree or len({weight[key] for key in group}) == 1)
+    )
     forced = dict.fromkeys(keys - free, True)
     weights = [e for e in scores.survey if e.weight is not None and first_use[e.weight] == e.key]
     totals = Totals(

@@ -33,6 +33,7 @@ def make_plan(
     pins: Mapping[str, object],
     target: str | Device | None,
     whole_model: bool = True,
+    siblings_agree: bool = True,
 ) -> Plan:
     """See `Scores.plan`. ``whole_model``: whether a pin that fits no site is a mistake."""
     chosen_budget, chosen_pins = parse_budget(budget), parse_pins(pins)
@@ -40,7 +41,7 @@ def make_plan(
         require_known([entry.site for entry in scores.survey], chosen_pins)
     on = find_device(target) if isinstance(target, str) else target
     _check_scores_fit(chosen_budget, scores, on)
-    problem, totals = make_problem(scores, chosen_pins, on)
+    problem, totals = make_problem(scores, chosen_pins, on, siblings_agree)
     solution = _choose(problem, totals, chosen_budget, on)
     chosen = solution.chosen
     decisions = tuple(_decision(entry, entry.key in chosen, scores, chosen_pins, on) for entry in scores.survey)

@@ -56,6 +56,7 @@ class Scores:
         *,
         pins: Mapping[str, str] | None = None,
         target: str | None = None,
+        siblings_agree: bool = True,
     ) -> Plan:
         """The best plan under a budget, from these scores; nothing is measured again.
 
@@ -64,6 +65,8 @@ class Scores:
                 policy advises it and, with a target, it pays.
             pins: patterns on module paths, and the precision they get.
             target: the device whose times count, a name in `fp4_compile.cost_model.DEVICES`.
+            siblings_agree: whether q/k/v and gate/up are decided alike, as serving engines that fuse them want;
+                False gives less error at the same budget. Uses of one weight are decided alike in any case.
 
         Raises:
             BudgetError: no choice meets the budget; says the closest that can be met.
@@ -71,7 +74,7 @@ class Scores:
         """
         from fp4_compile.planner.decide import make_plan
 
-        return make_plan(self, budget, pins=pins or {}, target=target)
+        return make_plan(self, budget, pins=pins or {}, target=target, siblings_agree=siblings_agree)
 
     def digest(self) -> str:
         """Hex digest of the scores, for cache keys."""

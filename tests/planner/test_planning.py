@@ -105,6 +105,15 @@ def test_budgets_are_met(scores: Scores, budget: dict[str, float], measured: str
     assert {d.site.module for d in left} == {"q", "k", "v", "o", "gate", "up", "down", "side"} - picked
 
 
+def test_siblings_may_be_told_apart(scores: Scores) -> None:
+    """Which can only lower the error at a budget."""
+    for bits in (6.0, 8.0, 12.0):
+        alike, apart = (scores.plan({"effective_bits": bits}, siblings_agree=agree) for agree in (True, False))
+        assert apart.analysis.loss <= alike.analysis.loss * (1 + 1e-12)
+    forced = scores.plan({"bf16_params": 0.5}, pins={"q": "nvfp4"}, siblings_agree=False)
+    assert "q" in chosen(forced)
+
+
 def test_another_budget_takes_the_same_scores(scores: Scores) -> None:
     losses = [scores.plan({"effective_bits": bits}).analysis.loss for bits in (6.0, 8.0, 10.0, 14.0)]
     assert losses == sorted(losses, reverse=True)
