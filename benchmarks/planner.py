@@ -165,7 +165,8 @@ def model_table(name: str, found: dict[str, Any]) -> str:
         "",
         f"{name}: {found['candidates']} of {found['sites']} matmuls to decide",
         f"rank correlation with exact: static {correlation['static']:.3f}, calibrated {correlation['calibrated']:.3f}",
-        f"calibration, against forward and backward: {cost['time_ratio']:.2f} x the time, "
+        f"calibration, against forward and backward: {cost['time_ratio']:.2f} x the time of a batch "
+        f"({cost['time_ratio_with_capture']:.2f} x for {cost['batches']}, capture included), "
         f"{cost['memory_ratio']:.2f} x the peak memory",
         f"{unit + ' at a share of FLOPs in NVFP4 of':<38}" + "".join(f"{share:>12.0%}" for share in SHARES),
     ]
