@@ -64,6 +64,7 @@ def module_path(node: fx.Node) -> str:
     """Where in the model a node comes from: ``encoder.layer.0.output``; ``top`` for code outside any submodule."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
+    path = re.sub(r"^L\['args'\]\[0\]", "", path)  # a decorated forward: the module is its first argument
     path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2] or m[3]), path)
     parts = [part for part in path.split(".") if part and part != "_orig_mod"]
     # Where Dynamo found the root: L['self'], L['fn'].__self__. A submodule may be called "self" too (BERT's is).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 
@@ -305,3 +306,27 @@ def test_site_keys_are_the_modules_own_paths() -> None:
         plan = fp4_compile.explain(model, torch.randn(2, 64)).plan
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {d.site.module for d in plan} == linear
+
+
+def test_a_decorated_forward_keeps_the_modules_own_paths() -> None:
+    """As transformers decorates the forward of its models."""
+
+    def decorated(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+        @decorated
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    with torch.no_grad():
+        plan = fp4_compile.explain(Model(), torch.randn(2, 64)).plan
+    assert [d.site.module for d in plan] == ["layers.0", "layers.1"]
