@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ __all__ = [
     "statically_true",
     "torch_cpu_library",
     "without_autograd_cache",
+    "without_fake_tensor_log",
 ]
 
 
@@ -175,3 +177,15 @@ def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:
 def observe_pass(gm: fx.GraphModule, name: str, run: Callable[[fx.Graph], None]) -> None:
     """Run a graph pass where torch sees it: named, timed, and disabled by ``TORCHINDUCTOR_DISABLED_PASSES``."""
     GraphTransformObserver(gm, name, subsystem="joint_graph_passes").apply_graph_pass(run)
+
+
+@contextlib.contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Keep torch from logging a traceback where an operator refuses its arguments: the exception says as much."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -22,7 +22,7 @@ from fp4_compile._torch_compat import (
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.pipeline import Pipeline
-from fp4_compile.plan import ADVICE, Plan, Precision, merge
+from fp4_compile.plan import Plan, merge
 from fp4_compile.recorder import FolderRecorder, Recorder
 
 
@@ -59,8 +59,7 @@ class Explanation:
 
     def advice(self) -> tuple[str, ...]:
         """What to change to get more into FP4, most matmuls first."""
-        kept = Counter(d.reason for d in self.plan.select(Precision.BF16) if d.reason in ADVICE)
-        lines = [f"{count} x {reason.value}: {ADVICE[reason]}" for reason, count in kept.most_common()]
+        lines = list(self.plan.advice())
         if self.graph_breaks:
             lines.append(f"{self.graph_break_count} graph breaks: torch.compile(..., fullgraph=True) shows where")
         return tuple(lines)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -107,6 +108,12 @@ class Site:
         batch = "" if self.batch == 1 else f"{self.batch}*"
         return batch + "x".join(f"({e})" if e.is_Add else str(e).replace(" ", "") for e in (self.m, self.n, self.k))
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one call, dynamic sizes taken as 1024."""
+        flops = gemm_flops(self.batch, self.m, self.n, self.k)
+        return float(flops.subs(dict.fromkeys(flops.free_symbols, 1024)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -162,14 +169,13 @@ class Plan:
 
         Dynamic sizes are taken as 1024: they cancel where all sites share them.
         """
-        total = fp4 = 0.0
-        for d in self.decisions:
-            s = d.site
-            flops = gemm_flops(s.batch, s.m, s.n, s.k)
-            value = float(flops.subs(dict.fromkeys(flops.free_symbols, 1024)))
-            total += value
-            fp4 += value if d.precision is Precision.NVFP4 else 0.0
-        return fp4 / total if total else None
+        total = sum(d.site.flops for d in self.decisions)
+        return sum(d.site.flops for d in self.select(Precision.NVFP4)) / total if total else None
+
+    def advice(self) -> tuple[str, ...]:
+        """What to change to get more into FP4, most matmuls first."""
+        kept = Counter(d.reason for d in self.select(Precision.BF16) if d.reason in ADVICE)
+        return tuple(f"{count} x {reason.value}: {ADVICE[reason]}" for reason, count in kept.most_common())
 
     def summary(self) -> str:
         """How many matmuls run in NVFP4, what share of the FLOPs that is, and what the planner predicts."""
