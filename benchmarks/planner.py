@@ -81,21 +81,25 @@ def main() -> None:
         print(costs.peak(study, what))
         return
     result: dict[str, Any] = {"torch": torch.__version__, "quick": arguments.quick, "models": {}}
+
+    def show(table: str) -> None:
+        print(table, flush=True)
+        if arguments.json:  # after every part: the whole takes the better part of an hour
+            Path(arguments.json).write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+
     result["solver"] = costs.solver(arguments.quick)
-    print(costs.solver_table(result["solver"]))
-    for study in [encoder(arguments.quick)] if arguments.quick else [encoder(False), language_model()]:
-        result["models"][study.name] = found = planned(study, arguments.quick)
-        print(model_table(study.name, found), flush=True)
-    models = result["models"].values()
-    for depth in ("static", "calibrated"):
-        result[f"rank_correlation_{depth}"] = min(found["rank_correlation"][depth] for found in models)
-    result["best_at_every_share"] = all(found["best_at_every_share"] for found in models)
+    show(costs.solver_table(result["solver"]))
     result["cpu_ranking"] = cost_model_tables.cpu_ranking(arguments.quick)
-    print(cost_model_tables.cpu_table(result["cpu_ranking"]))
+    show(cost_model_tables.cpu_table(result["cpu_ranking"]))
     result["published"] = cost_model_tables.published()
-    print(cost_model_tables.published_table(result["published"]))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+    show(cost_model_tables.published_table(result["published"]))
+    for study in [encoder(arguments.quick)] if arguments.quick else [encoder(False), language_model()]:
+        models = result["models"]
+        models[study.name] = planned(study, arguments.quick)
+        for depth in ("static", "calibrated"):
+            result[f"rank_correlation_{depth}"] = min(m["rank_correlation"][depth] for m in models.values())
+        result["best_at_every_share"] = all(m["best_at_every_share"] for m in models.values())
+        show(model_table(study.name, models[study.name]))
 
 
 def planned(study: Study, quick: bool) -> dict[str, Any]:
@@ -174,8 +178,6 @@ def model_table(name: str, found: dict[str, Any]) -> str:
         lines.append(f"{method:<38}" + "".join("           -" if cell is None else f"{cell[1]:>12.5f}" for cell in row))
     lines.append(f"ours, calibrated, is best at every share: {'yes' if found['best_at_every_share'] else 'no'}")
     return "\n".join(lines)
-
-
 
 
 if __name__ == "__main__":

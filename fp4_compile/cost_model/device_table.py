@@ -42,7 +42,6 @@ _B200 = _device(
     nvfp4_memory_fraction=(0.6, "4.6 TB/s of weight at M=128..256, triton python/examples/gluon; 0.71 helion#2417"),
     nvfp4_tile=_FP4_TILE,
     memory=(7.67e12, "device properties: 7680 bit, 3.996 GHz, two transfers; NVIDIA data sheet 7.7 to 8 TB/s"),
-    l2=(126 << 20, "not published by NVIDIA; 65 to 126 MB are quoted"),
     launch=_LAUNCH,
     quantizer_fraction=(0.53, "Inductor, 168 us at 16384x16384: pytorch/pytorch#167098; 0.37 to 0.84 elsewhere"),
 )
@@ -74,7 +73,6 @@ _5090 = _device(
     nvfp4_memory_fraction=(0.78, "output head at 1393 GB/s: kekzl/imp#1766"),
     nvfp4_tile=((128, 128), "99 KB of shared memory a block: kekzl/imp#606"),
     memory=(1.792e12, "NVIDIA RTX Blackwell whitepaper"),
-    l2=(96 << 20, "NVIDIA RTX Blackwell whitepaper"),
     launch=_LAUNCH,
     quantizer_fraction=(0.71, "135 us at 8192x8192 on an RTX PRO 6000: vllm#48548"),
 )
@@ -87,7 +85,6 @@ _PRO_6000 = _device(
     bf16_flops=(5.04e14, "full rate with FP32 accumulation: sgl-project/sglang#33711"),
     nvfp4_flops=(2.02e15, "NVIDIA RTX PRO 6000 Blackwell data sheet, half of the sparse figure"),
     nvfp4_fraction=(0.81, "CuTe-DSL 1629 TFLOP/s at 8192x8192x8192: NVIDIA/cutlass#3272"),
-    l2=(128 << 20, "NVIDIA RTX PRO 6000 Blackwell data sheet"),
 )
 
 _GB10 = _device(
@@ -99,7 +96,6 @@ _GB10 = _device(
     nvfp4_flops=(5e14, "NVIDIA DGX Spark specifications: 1 PFLOP/s is the sparse figure"),
     nvfp4_fraction=(0.54, "Triton dot_scaled 270 TFLOP/s: triton#10010"),
     memory=(2.73e11, "NVIDIA DGX Spark specifications"),
-    l2=(24 << 20, "quoted by reviewers"),
 )
 
 _H200 = _device(
@@ -113,7 +109,6 @@ _H200 = _device(
     nvfp4_flops=_NO_FP4,
     nvfp4_fraction=_NO_FP4,
     memory=(4.8e12, "NVIDIA H200 data sheet"),
-    l2=(50 << 20, "NVIDIA Hopper whitepaper"),
 )
 
 _A100 = _device(
@@ -123,7 +118,6 @@ _A100 = _device(
     sms=(108, "NVIDIA A100 data sheet"),
     bf16_flops=(3.12e14, "NVIDIA A100 data sheet"),
     memory=(2.04e12, "NVIDIA A100 data sheet"),
-    l2=(40 << 20, "NVIDIA Ampere whitepaper"),
 )
 
 _4090 = _device(
@@ -133,7 +127,6 @@ _4090 = _device(
     sms=(128, "NVIDIA Ada whitepaper"),
     bf16_flops=(1.652e14, "NVIDIA Ada whitepaper, FP32 accumulation, dense"),
     memory=(1.008e12, "NVIDIA Ada whitepaper"),
-    l2=(72 << 20, "NVIDIA Ada whitepaper"),
 )
 
 _ZEN5 = "torch 2.13 with oneDNN on two Zen 5 vCPUs, per core"
@@ -151,7 +144,6 @@ _CPU = _device(
     nvfp4_memory_fraction=(0.1, "emulated: every call decodes the weight to FP32, seven times its bytes"),
     nvfp4_tile=((16, 16), "AVX-512 registers hold 16 columns"),
     memory=(8.36e10, "STREAM, one socket: kvcache-ai/ktransformers#2175"),
-    l2=(32 << 20, "a desktop CPU"),
     launch=(1e-5, "dispatch of an operator by torch, order of magnitude"),
     quantizer_fraction=(0.1, "emulated: converted to FP32 first, then two passes"),
 )

@@ -44,8 +44,6 @@ class Device:
     """As ``bf16_tile``."""
     memory: float
     """Peak bandwidth of the device's memory, bytes/s."""
-    l2: int
-    """Last-level cache, bytes. No formula reads it: published quantizers get no faster where a tensor fits."""
     launch: float
     """Least time a kernel takes on the device, seconds; the host's part is hidden by a CUDA graph."""
     quantizer_fraction: float
@@ -98,8 +96,8 @@ def _in_range(field: str, value: object) -> bool:
         return isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, int) and v > 0 for v in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    if field in ("sms", "l2"):
-        return isinstance(value, int) and value >= (field == "sms")
+    if field == "sms":
+        return isinstance(value, int) and value > 0
     return 0 < value <= 1 if field.endswith("_fraction") else 0 < value < float("inf")
 
 

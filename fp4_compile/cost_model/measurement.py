@@ -156,10 +156,9 @@ def _figures(kind: str, found: dict[str, float]) -> dict[str, Any]:
     # A cached weight may stream faster than memory copies, and a fraction is at most 1.
     memory = max(found[name] for name in ("copy", "bf16_stream", "nvfp4_stream", "quantizer"))
     tile = _GPU_TILE if kind == "cuda" else _CPU_TILE
-    sms, cache = torch.get_num_threads(), _cpu_cache()
+    sms = torch.get_num_threads()
     if kind == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        sms, cache = properties.multi_processor_count, properties.L2_cache_size
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
     return {
         "sms": sms,
         "bf16_flops": found["bf16_rate"],
@@ -171,7 +170,6 @@ def _figures(kind: str, found: dict[str, float]) -> dict[str, Any]:
         "nvfp4_memory_fraction": found["nvfp4_stream"] / memory,
         "nvfp4_tile": tile,
         "memory": memory,
-        "l2": cache,
         "launch": found["launch"],
         "quantizer_fraction": found["quantizer"] / memory,
     }
@@ -247,16 +245,6 @@ def _machine(kind: str) -> tuple[str, str]:
         title, units = platform.machine(), f", {torch.get_num_threads()} threads"
         title += f", {torch.backends.cpu.get_cpu_capability()}"
     return title, f"measured with torch {torch.__version__}{units}"
-
-
-def _cpu_cache() -> int:
-    """Bytes of the first CPU's last-level cache, 0 where the system does not say."""
-    sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text(encoding="ascii").strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) << 10)
-    return max(sizes)
 
 
 def _progress(items: Sequence[Any], label: str) -> Iterable[Any]:

@@ -44,7 +44,6 @@ OTHER = {
     "name": "other",
     "title": "Other",
     "sms": 149,
-    "l2": 1,
     "bf16_tile": (64, 128),
     "nvfp4_tile": (64, 128),
     "sources": dict.fromkeys(FIGURES, "another source"),
