@@ -4,13 +4,15 @@ For a site with result ``Y`` and gradient ``G = dL/dY``, NVFP4 changes the resul
 
     sum(G * D) + 1/2 D^T H D,    H: the Hessian, taken as the Fisher matrix of the rows (tokens)
 
-The first term averages out over data: rounding errors do not know where the loss falls. The second does not; with
-rows taken as independent it is ``1/2 T sum_rows (G_row . D_row)^2`` for a loss that is a mean over T of them. One
-backward gives G for every site, so one pass scores them all. The sum over all sites is then scaled to the increase
-that is measured with all of them in NVFP4 at once, every `MEASURE_EVERY` batches.
+The first term averages out over data: rounding errors do not know where the loss falls. The second does not; it is
+``1/2 T sum_runs (sum_{row in run} G_row . D_row)^2`` for a loss that is a mean over T rows, with runs of `RUN` rows
+taken as independent: a weight's error is the same for every row, so neighbouring tokens are changed alike, and an
+attention that averages over them does not average that out. One backward gives G for every site, so one pass
+scores them all. The sum over all sites is then scaled to the increase that is measured with all of them in NVFP4
+at once, every `MEASURE_EVERY` batches.
 
-Without a loss the outputs themselves stand in: a random probe ``v`` of the output gives ``G = J^T v``, and
-``sum_rows (G_row . D_row)^2`` estimates the squared error ``|J D|^2`` of the output.
+Without a loss the outputs themselves stand in: a random probe ``v`` of the output gives ``G = J^T v``, and the sum
+over runs estimates the squared error ``|J D|^2`` of the output.
 
 Cost: a forward, a backward without weight gradients, and one NVFP4 product a site. Memory: activations as in
 training; no gradients of weights.
@@ -39,6 +41,9 @@ LossFn = Callable[[Any, Any], Tensor]
 
 MEASURE_EVERY = 4
 """Every how many batches the model is also run with all sites in NVFP4, to scale the predictions."""
+RUN = 16
+"""Rows whose changes are added before they are squared. On SmolLM2-135M the rank correlation with the measured KL
+is 0.78 with single rows, 0.83 with 16, 0.81 with 64 and 0.74 with whole texts, whose few sums are noise."""
 SAVE_EVERY = 8
 """Every how many batches a calibration with a path is saved."""
 
@@ -150,7 +155,7 @@ class _Scorer:
     def _add(self, matmul: Matmul, inputs: tuple[Any, ...], exact: Tensor, gradient: Tensor) -> None:
         change = quantized_result(matmul, inputs, torch.float32) - exact
         along = (gradient.float() * change).sum(1 if matmul.site.op == "conv" else -1)
-        second_order = along.square().sum()
+        second_order = sums_of_runs(along).square().sum()
         if self._loss_fn is not None:
             second_order = second_order * (0.5 * along.numel())
         sums = torch.stack([second_order, change.square().sum(), exact.float().square().sum()]).double()
@@ -186,6 +191,12 @@ class _Scorer:
 def float_leaves(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output of any structure."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def sums_of_runs(rows: Tensor) -> Tensor:
+    """Sums over each `RUN` neighbours of the flattened tensor; the last run may be shorter."""
+    flat = rows.flatten()
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % RUN)).view(-1, RUN).sum(1)
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:

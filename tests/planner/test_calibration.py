@@ -15,7 +15,7 @@ import fp4_compile
 from fp4_compile.errors import CalibrationError
 from fp4_compile.planner.scores import Scores
 from fp4_compile.sensitivity import accumulated
-from fp4_compile.sensitivity.calibrated import calibrate
+from fp4_compile.sensitivity.calibrated import calibrate, sums_of_runs
 from fp4_compile.sensitivity.exact import ChosenSites, cosine_distance, exact_scores, kl_divergence
 
 
@@ -41,7 +41,7 @@ def output_error(output: torch.Tensor, reference: torch.Tensor, _: object) -> to
 
 
 def test_scores_predict_the_output_error() -> None:
-    model, data = Classifier(), batches()
+    model, data = Classifier(), batches(rows=1024)
     scores = calibrate(model, data)
     exact = exact_scores(model, data, output_error)
     assert scores.unit == "output"
@@ -52,6 +52,32 @@ def test_scores_predict_the_output_error() -> None:
         assert 0.008 < score.error < 0.04, key
     assert min(scores.values, key=lambda k: scores.values[k].loss) == "small:mm.fprop"
     assert scores.everything == pytest.approx(exact.everything, rel=0.2)
+
+
+def test_errors_that_neighbouring_rows_share_add_up_before_they_are_squared() -> None:
+    assert sums_of_runs(torch.arange(40.0).reshape(5, 8)).tolist() == [120.0, 376.0, 284.0]
+    assert sums_of_runs(torch.ones(3)).tolist() == [3.0]
+
+
+class AveragesTokens(nn.Module):
+    """One layer whose weight's error is the same in all tokens, one whose tokens count one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged, self.single = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.averaged(x).mean(1, keepdim=True)
+        return torch.cat([mean.expand_as(x), self.single(x)], -1)
+
+
+def test_a_mean_over_tokens_does_not_average_a_weights_error_out() -> None:
+    # Tokens that are alike but for a little: rounding them differs, the weight's error does not.
+    data = [torch.randn(64, 1, 64) + 0.3 * torch.randn(64, 16, 64) for _ in range(4)]
+    model = AveragesTokens()
+    scores, exact = calibrate(model, data), exact_scores(model, data, output_error)
+    for key, score in scores.values.items():
+        assert score.loss == pytest.approx(exact.values[key].loss, rel=0.4), key
 
 
 def test_scores_predict_the_increase_of_a_loss() -> None:
