@@ -35,7 +35,6 @@ from fp4_compile.progress import progress
 from fp4_compile.sensitivity.accumulated import Accumulated, identity
 from fp4_compile.sensitivity.batches import call, evaluating
 from fp4_compile.sensitivity.capture import SiteRunner, quantized_result
-from fp4_compile.sensitivity.exact import ChosenSites
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -106,7 +105,7 @@ class _Scorer:
         self._loss_fn = loss_fn
         self._runner = SiteRunner(self._at_site, with_gradients=True)
         self._compiled = compile_apart(model, self._runner)
-        self._quantized = ChosenSites(model)
+        self._all_in_nvfp4 = False
         self._leaves: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
 
@@ -139,6 +138,8 @@ class _Scorer:
     def _at_site(self, matmul: Matmul, args: tuple[Any, ...], result: Tensor) -> Tensor:
         if matmul.site.key not in self._runner.advised or not result.numel():
             return result
+        if self._all_in_nvfp4:
+            return quantized_result(matmul, args, result.dtype)
         if not result.requires_grad:
             result = result.detach().requires_grad_()
             self._leaves.append(result)
@@ -178,9 +179,13 @@ class _Scorer:
 
     def _increase(self, output: Any, batch: Any, index: int, loss: float) -> float:
         """The measured increase with every advised site in NVFP4."""
-        self._quantized.chosen = self._runner.advised
+        # The graphs are captured already: the same ones run once more, with NVFP4 at the sites and no gradients.
+        self._all_in_nvfp4, self._runner.with_gradients = True, False
         with torch.no_grad():
-            quantized = _fitting(self._quantized, self._model, batch, index)
+            try:
+                quantized = _fitting(self._compiled, self._model, batch, index)
+            finally:
+                self._all_in_nvfp4, self._runner.with_gradients = False, True
             if self._loss_fn is not None:
                 return float(self._loss_fn(quantized, batch)) - loss
             pairs = list(zip(float_leaves(quantized), float_leaves(output), strict=True))

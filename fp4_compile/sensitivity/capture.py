@@ -40,7 +40,7 @@ class SiteRunner:
     def __init__(self, handler: Handler, with_gradients: bool = False, look: Look | None = None) -> None:
         self.handler = handler
         self._look_at = look
-        self._with_gradients = with_gradients
+        self.with_gradients = with_gradients
         self._surveys: list[Survey] = []
         self.advised: set[str] = set()
         """Keys of the sites captured so far that the default policy runs in NVFP4."""
@@ -63,7 +63,7 @@ class SiteRunner:
 
             def run(*args: Any) -> Any:
                 given = [a.detach() if i in weights else a for i, a in enumerate(args)]
-                with torch.set_grad_enabled(self._with_gradients):
+                with torch.set_grad_enabled(self.with_gradients):
                     return _Interpreter(graph, sites, self).run(*given)
 
             return make_boxed_func(run)
