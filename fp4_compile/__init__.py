@@ -1,9 +1,10 @@
 """NVFP4 as a torch.compile backend: ``torch.compile(model, backend="nvfp4")``.
 
 Public names: `explain` says what would happen to a model, `Options` are what ``options={...}`` takes, `Plan` is
-the decision, `calibrate` makes `Scores` from data and those make plans under a budget, `invalidate` is for weight
-edits torch cannot see, `fp4_compile.cost_model` predicts times, `fp4_compile.errors` are a user's mistakes, and
-`fp4_compile.testing` serves users' own golden tests.
+the decision, `calibrate` makes `Scores` from data and those make plans under a budget, `monitor` watches a training
+run's quantizers and `switch_precision` changes what it runs in, `invalidate` is for weight edits torch cannot see,
+`fp4_compile.cost_model` predicts times, `fp4_compile.errors` are a user's mistakes, and `fp4_compile.testing` serves
+users' own golden tests.
 """
 
 from __future__ import annotations
@@ -12,17 +13,33 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "Plan", "Precision", "Reason", "Scores", "__version__", "calibrate", "explain", "invalidate"]
+__all__ = [
+    "Monitor",
+    "Options",
+    "Plan",
+    "Precision",
+    "Reason",
+    "Scores",
+    "__version__",
+    "calibrate",
+    "explain",
+    "invalidate",
+    "monitor",
+    "switch_precision",
+]
 
 if TYPE_CHECKING:
     from fp4_compile.explanation import explain
+    from fp4_compile.monitoring import Monitor, monitor
     from fp4_compile.options import Options
     from fp4_compile.plan import Plan, Precision, Reason
     from fp4_compile.planner.scores import Scores
     from fp4_compile.sensitivity.calibrated import calibrate
+    from fp4_compile.switching import switch_precision
     from fp4_compile.weights import invalidate
 
 _HOMES = {
+    "Monitor": "monitoring",
     "Options": "options",
     "Plan": "plan",
     "Precision": "plan",
@@ -31,6 +48,8 @@ _HOMES = {
     "calibrate": "sensitivity.calibrated",
     "explain": "explanation",
     "invalidate": "weights",
+    "monitor": "monitoring",
+    "switch_precision": "switching",
 }
 
 

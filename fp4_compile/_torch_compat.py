@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchDynamoException
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch import config as functorch_config
@@ -38,8 +40,10 @@ __all__ = [
     "TorchDynamoException",
     "aot_autograd",
     "build_cpp",
+    "compile_again",
     "compile_apart",
     "compile_fx_inner",
+    "compile_settings",
     "compile_with_inductor",
     "custom_passes",
     "dynamo_counters",
@@ -107,6 +111,36 @@ def without_autograd_cache() -> Iterator[None]:
 def mode_settings(mode: str | None) -> dict[str, Any]:
     """Inductor settings of ``torch.compile(mode=...)``."""
     return list_mode_options(mode) if mode else {}
+
+
+def compile_settings(module: torch.nn.Module, backend: str) -> dict[str, Any] | None:
+    """What ``torch.compile(module, ...)`` or ``module.compile(...)`` was given; None if not for this backend."""
+    context: Any = None
+    if isinstance(module, OptimizedModule):
+        context = module.dynamo_ctx
+    elif module._compiled_call_impl is not None:
+        context = inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
+    wrapper: Any = innermost_backend(context.callback) if context is not None else None
+    if getattr(wrapper, "compiler_name", None) != backend:
+        return None
+    given = wrapper.kwargs
+    return {
+        "backend": backend,
+        "dynamic": wrapper.dynamic,
+        "fullgraph": context.fullgraph,
+        "mode": given.get("mode"),
+        "options": given.get("options"),
+    }
+
+
+def compile_again(module: torch.nn.Module, settings: Mapping[str, Any]) -> None:
+    """Let a compiled module, in place, be compiled at its next call as these settings say."""
+    if isinstance(module, OptimizedModule):
+        again: Any = torch.compile(module._orig_mod, **settings)
+        module.dynamo_ctx = again.dynamo_ctx
+        module._initialize()
+    else:
+        module.compile(**settings)
 
 
 def inductor_setting_names() -> list[str]:

@@ -5,6 +5,15 @@
     fp4::scaled_mm(a codes, scales, amax, b codes, scales, amax, Tensor? bias, ScalarType out_dtype) -> Tensor
     fp4::dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor
 
+and, for training,
+
+    fp4::quantize_stochastic(Tensor x, Tensor amax, Tensor seed, int stream) -> (Tensor codes, Tensor scales)
+    fp4::hadamard(Tensor x, int size) -> Tensor                     random signs, bf16, padded
+    fp4::transpose(Tensor codes, Tensor scales, SymInt k) -> (Tensor codes, Tensor scales)      of 16x16 tiles
+    fp4::rank_seed(Tensor drawn, int size, int stride) -> Tensor    int64[], another one on each data-parallel rank
+    fp4::mx_quantize(Tensor x, Tensor? seed, int stream) -> (Tensor codes, Tensor scales)
+    fp4::mx_scaled_mm(a codes, scales, b codes, scales, Tensor? bias, ScalarType out_dtype) -> Tensor
+
 They are functional, never alias, and return contiguous tensors. They compute the definition in
 `fp4_compile.numerics` on any device (on a CPU by the kernels of `fp4_compile.codegen.cpu`): the same codes, scales
 and products as a Blackwell tensor core, up to the order in which a GEMM sums in FP32.
@@ -18,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fp4_compile import numerics
-from fp4_compile.codegen import cpu
+from fp4_compile.codegen import cpu, cpu_training
 
 BLOCK = numerics.NVFP4_BLOCK
 
@@ -26,7 +35,8 @@ _library: Any = torch.library.Library("fp4", "DEF")  # type: ignore[no-untyped-c
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def _define(schema: str, kernel: Any, fake: Any) -> Any:
+def define(schema: str, kernel: Any, fake: Any) -> Any:
+    """Register an operator ``fp4::...`` with what computes it and what gives its result's shape."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=_tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -47,7 +57,9 @@ def _amax_fake(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: bool = False) -> tuple[Tensor, Tensor]:
-    if block == "16x16":
+    if block == "16x16" and not four_over_six:
+        codes, scales = cpu_training.quantize_16x16(x, amax)
+    elif block == "16x16":
         codes, scales, _ = numerics.quantize_16x16(x, amax, four_over_six=four_over_six)
     elif block == "1x16" and x.device.type == "cpu" and not four_over_six:
         codes, scales = cpu.quantize_1x16(x, amax)
@@ -116,27 +128,126 @@ def _scaled_mm_fake(
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
-amax = _define("amax(Tensor x) -> Tensor", _amax, _amax_fake)
+amax = define("amax(Tensor x) -> Tensor", _amax, _amax_fake)
 """Largest finite magnitude of a tensor (bf16, fp16 or fp32, any shape), fp32, 0-d; 0 for an empty one."""
 
-quantize = _define(
+quantize = define(
     "quantize(Tensor x, Tensor amax, str block='1x16', bool four_over_six=False) -> (Tensor codes, Tensor scales)",
     _quantize,
     _quantize_fake,
 )
 """[..., K] -> codes u8 [..., ceil(K/16)*8] (two a byte, even element low) and scales e4m3 [..., ceil(K/16)]."""
 
-dequantize = _define(
+dequantize = define(
     "dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor",
     _dequantize,
     _dequantize_fake,
 )
 """The numbers a quantized tensor stands for, [..., k]."""
 
-scaled_mm = _define(
+scaled_mm = define(
     "scaled_mm(Tensor a, Tensor a_scales, Tensor a_amax, Tensor b, Tensor b_scales, Tensor b_amax, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
     _scaled_mm,
     _scaled_mm_fake,
 )
 """[..., M, K] x [N, K] -> [..., M, N], or [B, M, K] x [B, N, K] -> [B, M, N]; operands as `quantize` gives them."""
+
+
+def _quantize_stochastic(x: Tensor, amax: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+    return cpu_training.quantize_stochastic(x, amax, seed, stream)
+
+
+def _quantize_stochastic_fake(x: Tensor, amax: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+    return _quantize_fake(x, amax)
+
+
+def _hadamard(x: Tensor, size: int) -> Tensor:
+    return cpu_training.random_hadamard(x, size)
+
+
+def _hadamard_fake(x: Tensor, size: int) -> Tensor:
+    *lead, k = x.shape
+    return x.new_empty((*lead, (k + size - 1) // size * size), dtype=torch.bfloat16)
+
+
+def _transpose(codes: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return cpu_training.transpose_16x16(codes, scales, k)
+
+
+def _transpose_fake(codes: Tensor, scales: Tensor, k: Any) -> tuple[Tensor, Tensor]:
+    *lead, rows, _ = codes.shape
+    turned = codes.new_empty((*lead, k, _padded(rows) // 2))
+    return turned, scales.new_empty((*lead, k, _padded(rows) // BLOCK))
+
+
+def _rank_seed(drawn: Tensor, size: int, stride: int) -> Tensor:
+    """Ranks of one tensor-parallel group, ``size`` of them ``stride`` apart, get one seed: that of their first rank."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    first = rank - rank // stride % size * stride
+    return drawn ^ (first * _RANK_STEP & 0x7FFFFFFFFFFFFFFF)
+
+
+_RANK_STEP = 0x9E3779B97F4A7C15
+
+
+def _rank_seed_fake(drawn: Tensor, size: int, stride: int) -> Tensor:
+    return torch.empty_like(drawn)
+
+
+def _mx_quantize(x: Tensor, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    return cpu_training.quantize_mxfp4(x, seed, stream)
+
+
+def _mx_quantize_fake(x: Tensor, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    *lead, k = x.shape
+    blocks = (k + numerics.MXFP4_BLOCK - 1) // numerics.MXFP4_BLOCK
+    codes = x.new_empty((*lead, blocks * (numerics.MXFP4_BLOCK // 2)), dtype=torch.uint8)
+    return codes, x.new_empty((*lead, blocks), dtype=torch.float8_e8m0fnu)
+
+
+def _mx_scaled_mm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    lhs, rhs = cpu_training.decode_mxfp4(a, a_scales), cpu_training.decode_mxfp4(b, b_scales)
+    with torch.autocast(a.device.type, enabled=False):
+        product = torch.matmul(lhs, rhs.mT)
+    return (product if bias is None else product.add_(bias)).to(out_dtype)
+
+
+def _mx_scaled_mm_fake(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+quantize_stochastic = define(
+    "quantize_stochastic(Tensor x, Tensor amax, Tensor seed, int stream) -> (Tensor codes, Tensor scales)",
+    _quantize_stochastic,
+    _quantize_stochastic_fake,
+)
+"""`quantize` in blocks of 1x16 with stochastic rounding: the bytes are `numerics.philox_bytes(seed, stream, ...)`."""
+
+hadamard = define("hadamard(Tensor x, int size) -> Tensor", _hadamard, _hadamard_fake)
+"""The random Hadamard transform along the last dimension, filled up to a multiple of ``size``; bf16."""
+
+transpose = define(
+    "transpose(Tensor codes, Tensor scales, SymInt k) -> (Tensor codes, Tensor scales)", _transpose, _transpose_fake
+)
+"""[R, k] quantized in tiles of 16x16 -> the same numbers as [k, R]; nothing is rounded."""
+
+rank_seed = define("rank_seed(Tensor drawn, int size, int stride) -> Tensor", _rank_seed, _rank_seed_fake)
+"""A drawn seed, int64 0-d, mixed with the rank, so that data-parallel ranks with equal generators round apart."""
+
+mx_quantize = define(
+    "mx_quantize(Tensor x, Tensor? seed, int stream) -> (Tensor codes, Tensor scales)", _mx_quantize, _mx_quantize_fake
+)
+"""[..., K] to MXFP4: codes u8 [..., ceil(K/32)*16], scales e8m0 [..., ceil(K/32)]; stochastic if there is a seed."""
+
+mx_scaled_mm = define(
+    "mx_scaled_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    _mx_scaled_mm,
+    _mx_scaled_mm_fake,
+)
+"""`scaled_mm` for operands in MXFP4, which have no tensor scale."""

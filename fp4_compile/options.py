@@ -14,6 +14,7 @@ from typing_extensions import get_type_hints
 
 from fp4_compile.errors import OptionError
 from fp4_compile.plan import Plan
+from fp4_compile.recipe import Training
 
 if TYPE_CHECKING:
     from fp4_compile.cost_model import Device
@@ -48,11 +49,18 @@ class Options:
     the path of a table that `fp4_compile.cost_model.measure` saved. None: NVFP4 wherever it is safe."""
 
     weight_block: WeightBlock = "1x16"
-    """Elements that share one block scale in a weight: ``"1x16"`` along the contraction (least error), or
-    ``"16x16"`` (one encoding serves W and its transpose, arXiv:2509.25149 section 4.3)."""
+    """Elements that share one block scale in a weight outside training: ``"1x16"`` along the contraction (least
+    error), or ``"16x16"``, as training has it by default."""
 
     four_over_six: FourOverSix = "none"
     """Which operands choose, block by block, between a largest code of 6 and of 4 (arXiv:2512.02010)."""
+
+    training: Training = dataclasses.field(default_factory=Training)
+    """The training recipe, a `fp4_compile.recipe.Training` or a dict of its fields: what forward and backward run in,
+    stochastic rounding, Hadamard transform, weight tiles, the share of layers left in BF16."""
+
+    monitor: bool = False
+    """Let the graph tell what its quantizers do; `fp4_compile.monitor` sets this and reads it."""
 
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of ``torch._inductor.config`` for this compile, as ``torch.compile``'s own ``options`` takes
@@ -81,6 +89,8 @@ class Options:
             given["plan"] = Plan.load(given["plan"])
         if isinstance(given.get("dump"), os.PathLike):
             given["dump"] = os.fspath(given["dump"])
+        if "training" in given:
+            given["training"] = Training.parse(given["training"])
         for key, value in given.items():
             _check(key, value, get_type_hints(cls)[key])
         if {"budget", "pins", "target"}.intersection(given):
@@ -91,7 +101,8 @@ class Options:
         """Hex digest of everything here that can change generated code (``dump`` cannot)."""
         plan = self.plan.digest() if self.plan else None
         planner = (self.budget, self.pins, self.target and find_device(self.target).digest())
-        fields = (self.weight_block, self.four_over_six, plan, planner, sorted(self.inductor.items(), key=str))
+        recipe = (self.weight_block, self.four_over_six, self.training.key())
+        fields = (recipe, self.monitor, plan, planner, sorted(self.inductor.items(), key=str))
         return hashlib.sha256(json.dumps(fields, default=repr).encode()).hexdigest()
 
 
@@ -111,6 +122,8 @@ def _check(key: str, value: object, hint: object) -> None:
     expected: dict[str, tuple[type, ...]] = {
         "dump": (str, type(None)),
         "plan": (Plan, type(None)),
+        "training": (Training,),
+        "monitor": (bool,),
         "inductor": (Mapping,),
         "budget": (Mapping, type(None)),
         "pins": (Mapping,),
@@ -120,6 +133,8 @@ def _check(key: str, value: object, hint: object) -> None:
         wants = {
             "dump": "a folder's path",
             "plan": "a Plan or the path of a saved one",
+            "training": "a dict",
+            "monitor": "True or False",
             "inductor": "a dict",
             "budget": "a dict of one name and its value",
             "pins": "a dict of patterns and precisions",

@@ -24,6 +24,7 @@ from fp4_compile._torch_compat import (
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.passes import PIPELINE, Context
+from fp4_compile.passes.context import ParallelGroup
 from fp4_compile.planner.pins import parse_pins, require_known
 from fp4_compile.recorder import Recorder
 
@@ -41,7 +42,7 @@ class Pipeline(CustomGraphPass):
         static = frozenset(i for i, example in enumerate(example_inputs) if is_static_input(example))
         # Held until the compile is over (see backend.nvfp4), and only if something is to be scored.
         weights = {i: example_inputs[i] for i in static} if options.plans else {}
-        self.context = Context(options, static, weights)
+        self.context = Context(options, static, weights, parallel_groups(example_inputs))
         self._recorder = recorder
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -86,8 +87,28 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> str:
         """Everything the result depends on besides the graph: the sources, the options, what is a weight."""
         static = sorted(self.context.static_inputs)
-        key = (fp4_compile.__version__, source_digest(), torch.__version__, self.context.options.digest(), static)
+        given = (self.context.options.digest(), static, self.context.parallel_groups)
+        key = (fp4_compile.__version__, source_digest(), torch.__version__, *given)
         return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def parallel_groups(example_inputs: Sequence[Any]) -> tuple[ParallelGroup, ...]:
+    """The process groups over which any input of a graph is a sharded DTensor: tensor parallelism."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ()
+    from torch.distributed.tensor import DTensor
+
+    found: dict[str, ParallelGroup] = {}
+    for example in example_inputs:
+        if not isinstance(example, DTensor):
+            continue
+        mesh = example.device_mesh
+        for dim, placement in enumerate(example.placements):
+            if placement.is_replicate() or mesh.size(dim) == 1:
+                continue
+            name = mesh.get_group(dim).group_name
+            found[name] = ParallelGroup(name, mesh.size(dim), mesh.mesh.stride(dim))
+    return tuple(found[name] for name in sorted(found))
 
 
 def mark_parameter(placeholder: fx.Node, static_inputs: frozenset[int]) -> None:

@@ -29,6 +29,8 @@ class Precision(enum.Enum):
 
     NVFP4 = "nvfp4"
     """Both operands in NVFP4, accumulated in FP32."""
+    MXFP4 = "mxfp4"
+    """Both operands in MXFP4, to compare with; only the training recipe's options ask for it."""
     BF16 = "bf16"
     """Left as the model wrote it: BF16 in a BF16 model or under autocast, FP32 in an FP32 model."""
 
@@ -59,6 +61,8 @@ class Reason(enum.Enum):
     PADDING = "padding"
     DYNAMIC_CONTRACTION = "dynamic contraction"
     DTYPE = "dtype"
+    LAST_LAYERS = "last layers"
+    RECIPE = "recipe"
     BACKWARD = "backward"
     FAILED = "failed"
 
@@ -73,7 +77,7 @@ ADVICE = {
     Reason.SENSITIVE: "the budget spends its error elsewhere: raise it, or pin the site",
     Reason.SLOWER: "NVFP4 would be no faster here: more rows a call, or wider layers",
     Reason.UNSCORED: "calibrate with batches that reach it, and outputs that carry its gradient",
-    Reason.BACKWARD: "nothing to do: this release trains with an NVFP4 forward and a high-precision backward",
+    Reason.LAST_LAYERS: "the recipe keeps the last layers in BF16; options={'training': {'bf16_share': 0}} does not",
 }
 """What a user can change to get a site into FP4; a reason that is not here is right as it is."""
 
@@ -170,7 +174,8 @@ class Plan:
         Dynamic sizes are taken as 1024: they cancel where all sites share them.
         """
         total = sum(d.site.flops for d in self.decisions)
-        return sum(d.site.flops for d in self.select(Precision.NVFP4)) / total if total else None
+        fp4 = sum(d.site.flops for d in self.decisions if d.precision is not Precision.BF16)
+        return fp4 / total if total else None
 
     def advice(self) -> tuple[str, ...]:
         """What to change to get more into FP4, most matmuls first."""
@@ -302,7 +307,7 @@ def merge(plans: Iterable[Plan]) -> Plan:
 
 def precision_name(decision: Decision) -> str:
     """What the table prints: ``nvfp4``, or the dtype the site was left in."""
-    return decision.precision.value if decision.precision is Precision.NVFP4 else decision.site.dtype
+    return decision.site.dtype if decision.precision is Precision.BF16 else decision.precision.value
 
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:

@@ -49,9 +49,16 @@ ORDER_OF_SUMMATION = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 
 """How far apart two orders of summation may come out: some roundings of the output dtype."""
 
 
-def nvfp4(model: Any, **keywords: Any) -> Any:
-    """The model as a user compiles it."""
-    return torch.compile(model, backend="nvfp4", **keywords)
+STRAIGHT_THROUGH = {"training": {"backward": "bf16", "weight_block": "1x16", "bf16_share": 0}}
+"""Training in which the forward is that of inference and gradients pass through it: what `by_hand` computes. The
+recipe that training has by default is compared with one of its own, in behaviour/test_recipe.py."""
+
+
+def nvfp4(model: Any, options: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
+    """The model as a user compiles it, gradients straight through."""
+    if "mode" in keywords:  # torch.compile takes one or the other
+        return torch.compile(model, backend="nvfp4", **keywords)
+    return torch.compile(model, backend="nvfp4", options={**STRAIGHT_THROUGH, **(options or {})}, **keywords)
 
 
 # -- comparisons --
@@ -160,26 +167,29 @@ def _forward_by_hand(layer: nn.Linear, x: Tensor) -> Tensor:
 # -- plans --
 
 
+def straight_through_plan(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None, **keywords: Any) -> Plan:
+    """What `nvfp4` would do."""
+    return fp4_compile.explain(model, *inputs, options={**STRAIGHT_THROUGH, **(options or {})}, **keywords).plan
+
+
 def forward_plan(model: Any, *inputs: Any, **keywords: Any) -> dict[str, Precision]:
     """Precision of each forward site, by module path, or by key where a module has several."""
-    sites = [d for d in fp4_compile.explain(model, *inputs, **keywords).plan if d.site.role is Role.FPROP]
+    sites = [d for d in straight_through_plan(model, *inputs, **keywords) if d.site.role is Role.FPROP]
     paths = [d.site.module for d in sites]
     return {d.site.module if paths.count(d.site.module) == 1 else d.site.key: d.precision for d in sites}
 
 
 def only_site(model: Any, *inputs: Any, **keywords: Any) -> fp4_compile.plan.Decision:
     """The decision for the one forward site of a model."""
-    sites = [d for d in fp4_compile.explain(model, *inputs, **keywords).plan if d.site.role is Role.FPROP]
+    sites = [d for d in straight_through_plan(model, *inputs, **keywords) if d.site.role is Role.FPROP]
     assert len(sites) == 1, [d.site.key for d in sites]
     return sites[0]
 
 
 def everything_in_nvfp4(model: Any, *inputs: Any) -> Plan:
     """The model's own plan with every forward site turned to NVFP4, to be given back as an option."""
-    plan = fp4_compile.explain(model, *inputs).plan
-    return Plan(
-        tuple(dataclasses.replace(d, precision=NVFP4) if d.site.role is Role.FPROP else d for d in plan)
-    )
+    plan = straight_through_plan(model, *inputs)
+    return Plan(tuple(dataclasses.replace(d, precision=NVFP4) if d.site.role is Role.FPROP else d for d in plan))
 
 
 # -- running --

@@ -33,21 +33,23 @@ def test_a_dump_holds_every_stage_in_order_and_the_program(tmp_path):
         "02_find_matmuls.txt",
         "03_assign.txt",
         "04_rewrite.txt",
-        "05_share.txt",
-        "06_cleanup.txt",
-        "07_verify.txt",
-        "08_plan.txt",
-        "09_weight_prologue.txt",
-        "10_inference_to_inductor.txt",
-        "11_inference_program.py",
+        "05_rewrite_backward.txt",
+        "06_share.txt",
+        "07_cleanup.txt",
+        "08_observe.txt",
+        "09_verify.txt",
+        "10_plan.txt",
+        "11_weight_prologue.txt",
+        "12_inference_to_inductor.txt",
+        "13_inference_program.py",
         "plan.json",
     ]
     assert "fp4.scaled_mm" not in (first / "03_assign.txt").read_text()
     assert (first / "04_rewrite.txt").read_text().count("fp4.scaled_mm") == 2
-    assert "hoisted" in (first / "10_inference_to_inductor.txt").read_text()
-    assert "torch.ops.fp4.scaled_mm" in (first / "11_inference_program.py").read_text()
+    assert "hoisted" in (first / "12_inference_to_inductor.txt").read_text()
+    assert "torch.ops.fp4.scaled_mm" in (first / "13_inference_program.py").read_text()
     assert len(Plan.load(first / "plan.json").select(Precision.NVFP4)) == 2
-    assert {"09_forward_to_inductor.txt", "12_backward_program.py"} <= {p.name for p in second.iterdir()}
+    assert {"11_forward_to_inductor.txt", "14_backward_program.py"} <= {p.name for p in second.iterdir()}
 
 
 def test_a_dump_does_not_change_the_program(tmp_path):

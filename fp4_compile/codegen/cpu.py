@@ -26,7 +26,8 @@ def library() -> Any:
     """The built kernels, or None if they cannot be built here."""
     from fp4_compile._torch_compat import build_cpp
 
-    source = Path(__file__).with_name("cpu_kernels.cpp").read_text(encoding="utf-8")
+    sources = (Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_training.cpp"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     try:
         built = build_cpp(source)
     except Exception:
@@ -49,7 +50,7 @@ def tensor_amax(x: Tensor) -> Tensor:
     kernels = library()
     if kernels is None or x.numel() == 0:
         return numerics.tensor_amax(x)
-    x, kind = _readable(x)
+    x, kind = readable(x)
     bits = getattr(kernels, f"fp4_amax_bits_{kind}")(x.data_ptr(), x.numel())
     # The definition floors what a tensor of one element this large would have.
     return numerics.tensor_amax(torch.tensor([bits], dtype=torch.int32).view(torch.float32))
@@ -62,7 +63,7 @@ def quantize_1x16(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         return numerics.quantize_1x16(x, amax)[:2]
     *lead, k = x.shape
     blocks = -(-k // numerics.NVFP4_BLOCK)
-    x, kind = _readable(x)
+    x, kind = readable(x)
     codes = torch.empty((*lead, blocks * 8), dtype=torch.uint8)
     scales = torch.empty((*lead, blocks), dtype=torch.float8_e4m3fn)
     encode = float(numerics.encode_scale(amax))
@@ -71,7 +72,7 @@ def quantize_1x16(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _readable(x: Tensor) -> tuple[Tensor, str]:
+def readable(x: Tensor) -> tuple[Tensor, str]:
     """A tensor the kernels read, and which of them: bf16 as it is, anything else as fp32, which is exact."""
     return (x.contiguous(), "bf16") if x.dtype == torch.bfloat16 else (x.to(torch.float32).contiguous(), "fp32")
 

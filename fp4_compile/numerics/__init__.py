@@ -15,7 +15,13 @@ from fp4_compile.numerics.e2m1 import (
     round_e2m1_stochastic,
     unpack,
 )
-from fp4_compile.numerics.hadamard import HADAMARD_SIZE, hadamard_matrix, random_hadamard
+from fp4_compile.numerics.hadamard import (
+    HADAMARD_SIZE,
+    HADAMARD_SIZES,
+    hadamard_matrix,
+    hadamard_signs,
+    random_hadamard,
+)
 from fp4_compile.numerics.layout import swizzle_scales, swizzled_shape, unswizzle_scales
 from fp4_compile.numerics.mxfp4 import MXFP4_BLOCK, dequantize_mxfp4, quantize_mxfp4
 from fp4_compile.numerics.nvfp4 import (
@@ -25,7 +31,9 @@ from fp4_compile.numerics.nvfp4 import (
     quantize_1x16,
     quantize_16x16,
     quantize_blocks,
+    transpose_16x16,
 )
+from fp4_compile.numerics.random_bits import philox_bytes
 from fp4_compile.numerics.scaling import (
     E4M3_MAX,
     FOUR_OVER_SIX_BOUND,
@@ -41,6 +49,7 @@ __all__ = [
     "E4M3_MAX",
     "FOUR_OVER_SIX_BOUND",
     "HADAMARD_SIZE",
+    "HADAMARD_SIZES",
     "MXFP4_BLOCK",
     "NVFP4_BLOCK",
     "block_scales",
@@ -51,7 +60,9 @@ __all__ = [
     "encode_scale",
     "gemm_alpha",
     "hadamard_matrix",
+    "hadamard_signs",
     "pack",
+    "philox_bytes",
     "quantize_1x16",
     "quantize_16x16",
     "quantize_blocks",
@@ -62,6 +73,7 @@ __all__ = [
     "swizzle_scales",
     "swizzled_shape",
     "tensor_amax",
+    "transpose_16x16",
     "unpack",
     "unswizzle_scales",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4_compile.numerics.blocks import block_amax, split_blocks
 from fp4_compile.numerics.checks import REAL_DTYPES, require_dims, require_dtype
-from fp4_compile.numerics.e2m1 import E2M1_MAX, decode_e2m1, pack, round_e2m1, unpack
+from fp4_compile.numerics.e2m1 import E2M1_MAX, decode_e2m1, pack, round_e2m1, round_e2m1_stochastic, unpack
 
 MXFP4_BLOCK = 32
 """Elements that share one E8M0 scale."""
@@ -22,13 +22,16 @@ _BITS_OF_2_TO_MINUS_127 = 0x00400000  # a float32 subnormal
 _E8M0_NAN = 255
 
 
-def quantize_mxfp4(x: Tensor, rounding: Rounding = "floor") -> tuple[Tensor, Tensor]:
+def quantize_mxfp4(
+    x: Tensor, rounding: Rounding = "floor", random_bytes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize along the last dimension in blocks of 32.
 
     ``x``: float32, bfloat16 or float16, ``[..., K]``; Kp is K rounded up to 32, and the tail counts as zeros.
     ``rounding``: how a block's amax becomes a power of two. "floor" is the rule of OCP MX v1.0, section 6.3,
     ``floor(log2(amax)) - 2``: an amax between 6 and 8 times the scale saturates. "rceil" is NVIDIA's
     ``cvt.rp.ue8m0``, ``ceil(log2(amax / 6))``: nothing saturates.
+    ``random_bytes``: uniform uint8 of x's shape, asks for stochastic rounding of the elements.
 
     Returns codes (uint8, two a byte, ``[..., Kp / 2]``) and scales (float8_e8m0fnu, ``[..., Kp / 32]``). A
     block of zeros has the smallest scale, 2**-127; a block that holds a NaN or an Inf has the scale NaN (byte
@@ -45,7 +48,11 @@ def quantize_mxfp4(x: Tensor, rounding: Rounding = "floor") -> tuple[Tensor, Ten
     else:
         raise ValueError(f"rounding is {rounding!r}; use 'floor' or 'rceil'")
     exponent = torch.where(amax.isnan(), _E8M0_NAN, exponent.clamp_min(0))
-    codes = round_e2m1(blocks.to(torch.float32) / _decode_e8m0(exponent).unsqueeze(-1))
+    scaled = blocks.to(torch.float32) / _decode_e8m0(exponent).unsqueeze(-1)
+    if random_bytes is None:
+        codes = round_e2m1(scaled)
+    else:
+        codes = round_e2m1_stochastic(scaled, split_blocks(random_bytes, MXFP4_BLOCK))
     return pack(codes).flatten(-2), exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 

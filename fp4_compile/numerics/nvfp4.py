@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4_compile.numerics.blocks import block_amax, split_blocks, spread_tiles, tile_rows
+from fp4_compile.numerics.blocks import block_amax, pad_last, split_blocks, spread_tiles, tile_rows
 from fp4_compile.numerics.checks import REAL_DTYPES, require_dims, require_dtype
 from fp4_compile.numerics.e2m1 import E2M1_MAX, decode_e2m1, pack, round_e2m1, round_e2m1_stochastic, unpack
 from fp4_compile.numerics.four_over_six import quantize_blocks_four_over_six
@@ -73,6 +73,19 @@ def quantize_16x16(w: Tensor, amax: Tensor | None = None, four_over_six: bool = 
     else:
         codes, scales = quantize_blocks(blocks, amaxes, amax)
     return pack(codes).flatten(-2), scales, amax
+
+
+def transpose_16x16(codes: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the encoding of the transpose of a matrix from the matrix's own: codes and scales, nothing rounded.
+
+    ``codes``: uint8 ``[R, Kp / 2]`` and ``scales``: float8_e4m3fn ``[R, Kp / 16]`` as `quantize_16x16` gives them for
+    ``[R, k]``. Returns codes ``[k, Rp / 2]`` and scales ``[k, Rp / 16]``: what it gives for the transpose.
+    """
+    rows = codes.shape[-2]
+    turned = pack(pad_last(unpack(codes)[..., :k].mT, NVFP4_BLOCK).contiguous())
+    tiles = scales.view(torch.uint8)[..., ::NVFP4_BLOCK, :].mT
+    spread = spread_tiles(tiles, k) if rows > 0 else tiles.new_empty((*codes.shape[:-2], k, 0))
+    return turned, spread.contiguous().view(torch.float8_e4m3fn)
 
 
 def quantize_blocks(

@@ -14,7 +14,9 @@ from fp4_compile.passes.assign import assign
 from fp4_compile.passes.cleanup import cleanup
 from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.find_matmuls import find_matmuls
+from fp4_compile.passes.observe import observe
 from fp4_compile.passes.rewrite import rewrite
+from fp4_compile.passes.rewrite_backward import rewrite_backward
 from fp4_compile.passes.share import share
 from fp4_compile.passes.verify import verify
 
@@ -24,8 +26,10 @@ PIPELINE: tuple[Pass, ...] = (
     find_matmuls,
     assign,
     rewrite,
+    rewrite_backward,
     share,
     cleanup,
+    observe,
     verify,
 )
 

@@ -19,6 +19,8 @@ class Matmul:
     site: Site
     node: fx.Node
     positions: tuple[int, int]
+    owner: Matmul | None = None
+    """In the backward: the forward matmul whose gradient this is, if one was found."""
 
     @property
     def lhs(self) -> fx.Node:
@@ -31,6 +33,15 @@ class Matmul:
         return self.node.args[self.positions[1]]  # type: ignore[return-value]
 
 
+@dataclasses.dataclass(frozen=True)
+class ParallelGroup:
+    """A process group whose ranks hold parts of this graph's tensors: ``size`` ranks, ``stride`` apart."""
+
+    name: str
+    size: int
+    stride: int
+
+
 @dataclasses.dataclass
 class Context:
     """One compile's state, made anew for each graph Dynamo hands over."""
@@ -40,6 +51,8 @@ class Context:
     """Positions of parameters and buffers among the Dynamo graph's inputs."""
     weights: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     """The parameters and buffers themselves, by position; for scores made at compile time."""
+    parallel_groups: tuple[ParallelGroup, ...] = ()
+    """The tensor-parallel groups of the graph's parameters."""
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
     """What `find_matmuls` found in the graph at hand."""
     decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)
@@ -52,6 +65,14 @@ class Context:
         """A number that tells apart sites which nothing else does; counted over all (sub)graphs of a compile."""
         self.ordinals[module, op, role] += 1
         return self.ordinals[module, op, role] - 1
+
+    streams: int = 0
+    """How many streams of random bits are taken."""
+
+    def next_stream(self) -> int:
+        """A number that no other rounding of this compile has."""
+        self.streams += 1
+        return self.streams - 1
 
     @property
     def plan(self) -> Plan:

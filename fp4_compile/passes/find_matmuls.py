@@ -44,7 +44,7 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
             continue
         op, *positions = found
         lhs, rhs = (node.args[i] for i in positions)
-        module, role = module_path(node), Role.FPROP
+        module, role, owner = module_path(node), Role.FPROP, None
         if is_backward(node):
             owner, role = _owner_and_role(node, lhs, rhs, forward, context.matmuls)
             module = owner.site.module if owner else module
@@ -54,7 +54,7 @@ def find_matmuls(graph: fx.Graph, context: Context) -> None:
         module, op, role, ordinal = node.meta["fp4_site"]
         batch, m, n, k = _sizes(op, lhs, rhs, symbols)
         site = Site(module, op, role, ordinal, batch, m, n, k, dtype_name(value(lhs).dtype))
-        matmul = Matmul(site, node, (positions[0], positions[1]))
+        matmul = Matmul(site, node, (positions[0], positions[1]), owner)
         context.matmuls.append(matmul)
         if role is Role.FPROP:
             forward.append(matmul)

@@ -27,9 +27,11 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def decide(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> Decision:
-    """The default policy: structure alone, deterministic."""
+    """The default policy: structure alone, deterministic. A backward site is decided after its layer, by the recipe."""
+    if matmul.site.role is not Role.FPROP:
+        return Decision(matmul.site, Precision.BF16, Reason.BACKWARD, "decided after its forward")
     refused = (
-        unsupported(matmul) or _precious(matmul, structure, parameters) or uneven(matmul) or _small(matmul.site)
+        unsupported(matmul) or _precious(matmul, structure, parameters) or uneven(matmul) or small(matmul.site)
     )
     if refused is not None:
         reason, detail = refused
@@ -48,8 +50,6 @@ def unsupported(matmul: Matmul) -> tuple[Reason, str] | None:
         return Reason.DTYPE, f"{site.dtype} operands"
     if value(matmul.lhs).dtype != value(matmul.rhs).dtype:
         return Reason.DTYPE, "operands of two dtypes, which torch refuses"
-    if site.role is not Role.FPROP:
-        return Reason.BACKWARD, "forward-only NVFP4"
     return None
 
 
@@ -83,8 +83,8 @@ def uneven(matmul: Matmul) -> tuple[Reason, str] | None:
     return None
 
 
-def _small(site: Site) -> tuple[Reason, str] | None:
-    """Sizes that gain nothing."""
+def small(site: Site) -> tuple[Reason, str] | None:
+    """Sizes that gain nothing, for a contraction that is known."""
     n, k = site.n, int(site.k)
     if isinstance(n, sympy.Integer) and n < MIN_OUTPUTS:
         return Reason.FEW_OUTPUTS, f"N={n} < {MIN_OUTPUTS}"

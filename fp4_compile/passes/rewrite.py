@@ -1,4 +1,4 @@
-"""Rewrite each matmul decided for NVFP4 into quantize -> FP4 GEMM.
+"""Rewrite each forward matmul decided for FP4 into quantize -> FP4 GEMM.
 
 before  %5 = addmm(%bias, %x: bf16[s0, 64], permute(%w: bf16[96, 64]))
 
@@ -8,40 +8,40 @@ after   %1 = fp4.amax(%x)
         %4 = fp4.quantize(%w, %3)      -> codes u8[96, 32], block scales e4m3[96, 4]
         %5 = fp4.scaled_mm(%2.0, %2.1, %1, %4.0, %4.1, %3, %bias, bf16)
 
-Both operands are quantized along K, which every FP4 tensor core wants innermost. The backward is not touched:
-it reads the high-precision operands, so the gradient passes straight through the quantizers.
+Both operands are quantized along K, which every FP4 tensor core wants innermost. The backward is not touched here
+(see `rewrite_backward`): what of it stays in high precision reads the high-precision operands, so the gradient
+passes straight through the quantizers.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 
 import torch
 from torch import fx
 
-from fp4_compile import ops
-from fp4_compile.numerics import E4M3_MAX, FOUR_OVER_SIX_BOUND
 from fp4_compile.passes.context import Context, Matmul
-from fp4_compile.passes.graph import add_call, aten, value
-from fp4_compile.plan import Decision, Precision, Reason
+from fp4_compile.passes.graph import add_call, aten, is_backward, value
+from fp4_compile.passes.quantizers import add_product, add_quantizer, transposed
+from fp4_compile.plan import Decision, Precision, Reason, Role
 
 log = logging.getLogger(__name__)
 
 
 def rewrite(graph: fx.Graph, context: Context) -> None:
-    """Replace every matmul whose decision is NVFP4.
+    """Replace every forward matmul whose decision is an FP4 format.
 
     A matmul that resists (a fault of ours) is left as it is with a reason in the plan and a warning: the model
     worked, and goes on working.
     """
+    trains = any(is_backward(node) for node in graph.nodes)
     for matmul in context.matmuls:
         key = matmul.site.key
-        if context.decisions[key].precision is not Precision.NVFP4:
+        if matmul.site.role is not Role.FPROP or context.decisions[key].precision is Precision.BF16:
             continue
         before = set(graph.nodes)
         try:
-            _rewrite_matmul(graph, matmul, context)
+            _rewrite_matmul(graph, matmul, context, trains)
         except Exception as error:
             log.warning("%s could not be rewritten and stays in %s", key, matmul.site.dtype, exc_info=True)
             for node in [n for n in reversed(graph.nodes) if n not in before]:
@@ -50,16 +50,19 @@ def rewrite(graph: fx.Graph, context: Context) -> None:
             context.decisions[key] = Decision(matmul.site, Precision.BF16, Reason.FAILED, detail)
 
 
-def _rewrite_matmul(graph: fx.Graph, matmul: Matmul, context: Context) -> None:
+def _rewrite_matmul(graph: fx.Graph, matmul: Matmul, context: Context, trains: bool) -> None:
     node, options = matmul.node, context.options
+    precision = context.decisions[matmul.site.key].precision
+    block = options.training.weight_block if trains else options.weight_block
     with graph.inserting_before(node):
         lhs, rhs, bias = _oriented(graph, matmul)
-        activation = _quantize(graph, lhs, "1x16", options.four_over_six in ("activations", "all"), node)
-        weight = _quantize(graph, rhs, options.weight_block, options.four_over_six in ("weights", "all"), node)
+        fine = options.four_over_six
+        activation = add_quantizer(graph, context, lhs, node, precision, "1x16", fine in ("activations", "all"))
+        weight = add_quantizer(graph, context, rhs, node, precision, block, fine in ("weights", "all"))
         plain_bias = bias if bias is not None and value(bias).dim() == 1 and _unscaled(node) else None
-        dtype = value(node).dtype
-        result = add_call(graph, ops.scaled_mm, (*activation, *weight, plain_bias, dtype), node)
+        result = add_product(graph, activation, weight, plain_bias, value(node).dtype, node)
         result.meta["fp4_op"] = matmul.site.op
+        result.meta["fp4_site"] = matmul.site.key
         if bias is not None and plain_bias is None:
             result = _add_scaled(graph, result, bias, node)
         if matmul.site.op == "conv":
@@ -77,28 +80,7 @@ def _oriented(graph: fx.Graph, matmul: Matmul) -> tuple[fx.Node, fx.Node, fx.Nod
         rhs = add_call(graph, aten.squeeze.dims, (matmul.rhs, list(range(2, rank))), node)
         return lhs, rhs, node.args[2]  # type: ignore[return-value]
     bias = node.args[0] if node.target in (aten.addmm.default, aten.baddbmm.default) else None
-    return matmul.lhs, _transposed(graph, matmul.rhs, node), bias  # type: ignore[return-value]
-
-
-def _transposed(graph: fx.Graph, operand: fx.Node, like: fx.Node) -> fx.Node:
-    """``operand`` with its last two dimensions exchanged; undoes a permute instead of adding one."""
-    rank = value(operand).dim()
-    order = [*range(rank - 2), rank - 1, rank - 2]
-    if operand.target is aten.permute.default and [d % rank for d in operand.args[1]] == order:  # type: ignore
-        return operand.args[0]  # type: ignore[return-value]
-    return add_call(graph, aten.permute.default, (operand, order), like)
-
-
-def _quantize(
-    graph: fx.Graph, operand: fx.Node, block: str, four_over_six: bool, like: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Codes, block scales and the decode amax of an operand."""
-    amax = add_call(graph, ops.amax, (operand,), like)
-    quantized = add_call(graph, ops.quantize, (operand, amax, block, four_over_six), like)
-    codes, scales = (add_call(graph, operator.getitem, (quantized, i), like) for i in range(2))
-    if four_over_six:  # decoded with the bound 256, and the GEMM's alpha counts on 448
-        amax = add_call(graph, aten.mul.Tensor, (amax, E4M3_MAX / FOUR_OVER_SIX_BOUND), like)
-    return codes, scales, amax
+    return matmul.lhs, transposed(graph, matmul.rhs, node), bias  # type: ignore[return-value]
 
 
 def _unscaled(node: fx.Node) -> bool:

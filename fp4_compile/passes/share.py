@@ -20,7 +20,9 @@ from fp4_compile import ops
 from fp4_compile.passes.context import Context
 from fp4_compile.passes.graph import is_view
 
-_OURS = (ops.amax, ops.quantize, operator.getitem)
+_QUANTIZERS = (ops.quantize, ops.mx_quantize, ops.quantize_stochastic, ops.transpose)
+_collectives = torch.ops._c10d_functional
+_REDUCED_AMAX = (_collectives.all_reduce.default, _collectives.wait_tensor.default)
 
 
 def share(graph: fx.Graph, context: Context) -> None:
@@ -42,11 +44,19 @@ def _read_by_quantizers(graph: fx.Graph) -> set[fx.Node]:
     """The quantizers, their results, and the chains of views before them."""
     wanted: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        ours = node.target in _OURS and (node.target is not operator.getitem or node.args[0].target is ops.quantize)
+        ours = _is_ours(node)
         view = node.op == "call_function" and is_view(node) and node.target is not torch.ops.aten.clone.default
         if ours or (view and wanted.intersection(node.users)):
             wanted.add(node)
     return wanted
+
+
+def _is_ours(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return node.args[0].target in _QUANTIZERS  # type: ignore[union-attr]
+    if node.target in _REDUCED_AMAX:
+        return _is_ours(node.args[0])  # type: ignore[arg-type]
+    return node.target in (ops.amax, ops.hadamard, *_QUANTIZERS)
 
 
 def _key(node: fx.Node) -> Hashable:

@@ -10,11 +10,13 @@ import operator
 import torch
 from torch import fx
 
-from fp4_compile import ops
+from fp4_compile import observations, ops
 from fp4_compile.errors import VerificationError
 from fp4_compile.passes.context import Context
 from fp4_compile.passes.graph import value
 from fp4_compile.plan import Precision
+
+_QUANTIZERS = (ops.quantize, ops.quantize_stochastic, ops.transpose)
 
 
 def verify(graph: fx.Graph, context: Context) -> None:
@@ -24,14 +26,14 @@ def verify(graph: fx.Graph, context: Context) -> None:
         VerificationError: an invariant does not hold; a fault of fp4_compile.
     """
     for node in graph.nodes:
-        if node.target in (ops.amax, ops.quantize, ops.scaled_mm) and "val" not in node.meta:
+        if str(node.target).startswith("fp4.") and "val" not in node.meta:
             raise VerificationError(f"{node.name} ({node.target}) has no fake value")
         if node.target is ops.scaled_mm:
             _check_scaled_mm(node)
     left = {m.site.key for m in context.matmuls if m.node in graph.nodes}
     for matmul in context.matmuls:
         decided = context.decisions[matmul.site.key].precision
-        if (matmul.site.key in left) == (decided is Precision.NVFP4):
+        if (matmul.site.key in left) == (decided is not Precision.BF16):
             raise VerificationError(f"{matmul.site.key} was decided {decided.value}, and the graph says otherwise")
 
 
@@ -43,6 +45,8 @@ def _check_scaled_mm(node: fx.Node) -> None:
         packed, blocks = value(codes).shape[-1], value(scales).shape[-1]  # type: ignore[arg-type]
         if packed != blocks * (ops.BLOCK // 2):
             raise VerificationError(f"{node.name}: {packed} bytes of codes do not match {blocks} block scales")
+        if isinstance(codes, fx.Node) and codes.target is observations.observe:
+            codes = codes.args[1]
         source = codes.args[0] if isinstance(codes, fx.Node) and codes.target is operator.getitem else codes
-        if isinstance(source, fx.Node) and source.op != "placeholder" and source.target is not ops.quantize:
+        if isinstance(source, fx.Node) and source.op != "placeholder" and source.target not in _QUANTIZERS:
             raise VerificationError(f"{node.name}: codes come from {source.target}, not from a quantizer")

@@ -21,7 +21,7 @@ def parse_pins(given: Mapping[str, object]) -> dict[str, Precision]:
     pins = {}
     for pattern, wanted in given.items():
         value = wanted.value if isinstance(wanted, Precision) else wanted
-        names = [precision.value for precision in Precision]
+        names = [Precision.NVFP4.value, Precision.BF16.value]
         if not isinstance(pattern, str) or value not in names:
             near = suggest(value, names) if isinstance(value, str) else ""
             raise OptionError(f"pin {pattern!r}: {wanted!r}{near}; a pin gives a pattern one of {names}")

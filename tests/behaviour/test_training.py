@@ -1,4 +1,5 @@
-"""Training: an NVFP4 forward, and a backward that is the model's own.
+"""Training with an NVFP4 forward and a backward that is the model's own: `STRAIGHT_THROUGH`. The full recipe is in
+test_recipe.py.
 
 The reference is `by_hand`, an eager twin whose layers run in NVFP4 and whose gradients pass straight through the
 quantizers. The models have ReLU between their layers, which is exact, so that the twin meets the same codes.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from helpers import (
     BF16,
     NVFP4,
     ORDER_OF_SUMMATION,
+    STRAIGHT_THROUGH,
     TWO_PRODUCTS,
     Quantizations,
     Step,
@@ -41,6 +44,10 @@ from fp4_compile.plan import Role
 
 X = torch.randn(64, 64, generator=torch.Generator().manual_seed(7))
 G = torch.randn(64, 64, generator=torch.Generator().manual_seed(8))
+
+
+def explain(model: Any, *inputs: Any) -> fp4_compile.explanation.Explanation:
+    return fp4_compile.explain(model, *inputs, options=STRAIGHT_THROUGH)
 
 
 def two_layers(width: int = 64, hidden: int = 96) -> nn.Sequential:
@@ -80,11 +87,11 @@ def test_gradients_pass_straight_through(dtype: torch.dtype, bias: bool) -> None
     """An operand quantized in the backward would show as 0.096 of error."""
     layer = nn.Linear(64, 96, bias=bias).to(dtype)
     x, g = torch.randn(2, 24, 64).to(dtype), torch.randn(2, 24, 96).to(dtype)
-    plan = fp4_compile.explain(layer, x.clone().requires_grad_()).plan
+    plan = explain(layer, x.clone().requires_grad_()).plan
     assert {d.site.role: (d.precision, d.reason) for d in plan} == {
         Role.FPROP: (NVFP4, Reason.QUANTIZED),
-        Role.DGRAD: (BF16, Reason.BACKWARD),
-        Role.WGRAD: (BF16, Reason.BACKWARD),
+        Role.DGRAD: (BF16, Reason.RECIPE),
+        Role.WGRAD: (BF16, Reason.RECIPE),
     }
     run = step(layer, x, g, nvfp4(layer))
     weight, rows = layer.weight.detach(), g.flatten(0, 1)
@@ -117,7 +124,7 @@ def test_what_requires_a_gradient_gets_one_and_nothing_else_does(wanted: str) ->
     x = X.clone().requires_grad_("x" in wanted.split())
     layer.weight.requires_grad_("weight" in wanted)
     layer.bias.requires_grad_("bias" in wanted)
-    roles = {d.site.role for d in fp4_compile.explain(layer, x).plan}
+    roles = {d.site.role for d in explain(layer, x).plan}
     assert (Role.DGRAD in roles) == x.requires_grad
     assert (Role.WGRAD in roles) == layer.weight.requires_grad
     y = nvfp4(layer)(x)
@@ -336,7 +343,7 @@ def test_training_and_inference_take_turns(mode: Callable[[], contextlib.Abstrac
 
 def explained(model: nn.Module, enabled: bool) -> fp4_compile.Plan:
     with torch.set_grad_enabled(enabled):
-        return fp4_compile.explain(model, X).plan
+        return explain(model, X).plan
 
 
 def test_dropout_follows_train_and_eval() -> None:
@@ -393,7 +400,7 @@ def test_activation_checkpointing_changes_no_number(dtype: torch.dtype) -> None:
     model = copy.deepcopy(plain)
     model.recompute = True
     x, g = X.to(dtype), G.to(dtype)
-    plans = [fp4_compile.explain(m, x.clone().requires_grad_()) for m in (plain, model)]
+    plans = [explain(m, x.clone().requires_grad_()) for m in (plain, model)]
     assert [len(p.plan.select(NVFP4)) for p in plans] == [4, 4]
     assert [p.graph_break_count for p in plans] == [0, 0]
     stages = [p.graphs[0].stages["verify"] for p in plans]
@@ -414,7 +421,7 @@ def test_autocast_trains_an_fp32_model() -> None:
     model, target = two_layers(), torch.randn(64, 64)
     compiled, optimizer = nvfp4(model), torch.optim.AdamW(model.parameters(), lr=3e-3)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = fp4_compile.explain(model, X).plan
+        plan = explain(model, X).plan
     assert {(d.site.dtype, d.precision) for d in plan if d.site.role is Role.FPROP} == {("bf16", NVFP4)}
     losses = []
     for turn in range(15):

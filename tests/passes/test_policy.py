@@ -158,13 +158,16 @@ def test_other_dtypes_stay(dtype):
     assert set(decide(torch.mm, x, x.t().contiguous()).values()) <= {Reason.DTYPE}
 
 
-def test_backward_products_are_named_after_their_layer_and_stay():
+def test_backward_products_are_named_after_their_layer_and_follow_it():
     model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
     plan = fp4_compile.explain(model, torch.randn(32, 64, requires_grad=True)).plan
     assert {d.site.key for d in plan} == {f"{i}:mm.{r}" for i in (0, 2) for r in ("fprop", "dgrad", "wgrad")}
     assert plan["0:mm.dgrad"].site.shape == "32x64x96"
     assert {plan["2:mm.wgrad"].site.m, plan["2:mm.wgrad"].site.n} == {64, 96}
-    assert all(d.reason is Reason.BACKWARD for d in plan if d.site.role is not Role.FPROP)
+    assert all(d.reason is Reason.QUANTIZED for d in plan)
+    plan = fp4_compile.explain(model, torch.randn(32, 64, requires_grad=True), options={"pins": {"0": "bf16"}}).plan
+    assert {d.site.module for d in plan if d.reason is Reason.PINNED} == {"0"}
+    assert {d.site.module for d in plan.select(fp4_compile.Precision.NVFP4)} == {"2"}
 
 
 def test_a_one_by_one_convolution_is_a_linear_layer_and_others_are_not_listed():

@@ -173,7 +173,6 @@ def test_static_scores_are_the_weights_own_error() -> None:
     assert 0.015 < errors["q"] < 0.025
 
 
-
 def test_the_ends_of_a_model_count_more() -> None:
     factors = [place_factor(i / 20) for i in range(21)]
     assert factors[0] == factors[-1] == 2.0
@@ -269,9 +268,13 @@ def test_pins_reach_the_numbers() -> None:
     torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-5)
 
 
-def test_backward_sites_keep_their_decisions() -> None:
-    plan = fp4_compile.explain(Block(), torch.randn(2, 8, 64), options={"budget": {"bf16_params": 0.5}}).plan
-    assert all(d.precision is Precision.BF16 for d in plan if d.site.role is not Role.FPROP)
+def test_backward_sites_follow_their_forward() -> None:
+    plan = fp4_compile.explain(Block(), torch.randn(4, 8, 64), options={"budget": {"bf16_params": 0.5}}).plan
+    forward = {d.site.module: d.precision for d in plan if d.site.role is Role.FPROP and d.site.op == "mm"}
+    assert set(forward.values()) == {Precision.BF16, Precision.NVFP4}
+    backward = [d for d in plan if d.site.role is not Role.FPROP and d.site.module in forward]
+    assert {d.precision for d in backward} == {Precision.BF16, Precision.NVFP4}
+    assert all(d.precision is forward[d.site.module] for d in backward)
 
 
 def test_dynamic_rows_are_decided_by_guards() -> None:
