@@ -9,7 +9,7 @@ demo: $(VENV)/demo.installed
 	$(RUN) examples/embed_sentences.py
 
 test: $(VENV)/test.installed
-	$(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/test.installed
 	$(RUN) -m ruff check .
