@@ -9,7 +9,7 @@ import hybrid_lm
 import torch
 from torch import Tensor, nn
 
-WIDTH, TOKENS, ROWS = 512, 256, 8
+WIDTH, TOKENS, ROWS = 384, 256, 8
 
 
 def kept(module: nn.Module, call: Any, x: Tensor) -> Counter[str]:
@@ -43,7 +43,7 @@ def linear_inputs(module: nn.Module, x: Tensor) -> int:
 
 
 def measure() -> dict[str, Any]:
-    """Both compiles of each kind of block, [8, 256, 512] in BF16."""
+    """Both compiles of each kind of block, [8, 256, 384] in BF16."""
     result: dict[str, Any] = {"blocks": {}}
     codes = inputs = 0
     for name, kind in hybrid_lm.KINDS.items():

@@ -1,6 +1,6 @@
 """Train a small hybrid Mamba-2/attention language model in NVFP4, or in something else to compare with.
 
-    python examples/train_hybrid_lm.py [--precision nvfp4] [--steps 400] [--out run]
+    python examples/train_hybrid_lm.py [--precision nvfp4] [--steps 240] [--out run]
 
 The model code knows nothing of precisions: the recipe is chosen by options of ``torch.compile``. Run the command
 again after it was stopped, and it goes on from its last checkpoint with the numbers it would have had. ``run/``
@@ -115,7 +115,7 @@ def main() -> None:
     """Train, with checkpoints, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--precision", choices=RECIPES, default="nvfp4")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("run"), help="folder for checkpoints, losses and the curve")
     arguments = parser.parse_args()
