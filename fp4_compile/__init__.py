@@ -2,9 +2,9 @@
 
 Public names: `explain` says what would happen to a model, `Options` are what ``options={...}`` takes, `Plan` is
 the decision, `calibrate` makes `Scores` from data and those make plans under a budget, `monitor` watches a training
-run's quantizers and `switch_precision` changes what it runs in, `invalidate` is for weight edits torch cannot see,
-`fp4_compile.cost_model` predicts times, `fp4_compile.errors` are a user's mistakes, and `fp4_compile.testing` serves
-users' own golden tests.
+run's quantizers and `switch_precision` changes what it runs in, `compile_for` writes the program for a GPU that is
+not there, `invalidate` is for weight edits torch cannot see, `fp4_compile.cost_model` predicts times,
+`fp4_compile.errors` are a user's mistakes, and `fp4_compile.testing` serves users' own golden tests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "Scores",
     "__version__",
     "calibrate",
+    "compile_for",
     "explain",
     "invalidate",
     "monitor",
@@ -31,6 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     from fp4_compile.explanation import explain
     from fp4_compile.monitoring import Monitor, monitor
+    from fp4_compile.offline.compile_for import compile_for
     from fp4_compile.options import Options
     from fp4_compile.plan import Plan, Precision, Reason
     from fp4_compile.planner.scores import Scores
@@ -46,6 +48,7 @@ _HOMES = {
     "Reason": "plan",
     "Scores": "planner.scores",
     "calibrate": "sensitivity.calibrated",
+    "compile_for": "offline.compile_for",
     "explain": "explanation",
     "invalidate": "weights",
     "monitor": "monitoring",

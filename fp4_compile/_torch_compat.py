@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,19 +40,26 @@ __all__ = [
     "InternalTorchDynamoError",
     "TorchDynamoException",
     "aot_autograd",
+    "backward_at_once",
     "build_cpp",
     "compile_again",
     "compile_apart",
     "compile_fx_inner",
     "compile_settings",
     "compile_with_inductor",
+    "cuda_interface",
     "custom_passes",
+    "device_interfaces",
     "dynamo_counters",
     "dynamo_input_position",
     "fake_mode_of",
     "free_unbacked_symbols",
+    "fresh_device_answers",
+    "generate_program",
+    "inductor",
     "inductor_setting_names",
     "is_static_input",
+    "load_kernel",
     "make_boxed_func",
     "matmul_decompositions",
     "min_cut_rematerialization_partition",
@@ -59,6 +67,7 @@ __all__ = [
     "observe_pass",
     "outside_fake_mode",
     "select_decomp_table",
+    "size_hint",
     "statically_true",
     "torch_cpu_library",
     "without_autograd_cache",
@@ -201,6 +210,12 @@ def free_unbacked_symbols(size: object) -> bool:
     return isinstance(size, torch.SymInt) and bool(unbacked(size))
 
 
+def size_hint(size: Any) -> int:
+    """The size that a symbolic one had when it was traced; adds no guard."""
+    hint: Any = size.node.hint if isinstance(size, torch.SymInt) else size
+    return int(hint)
+
+
 def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:
     """Compute on real tensors in the middle of a trace."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -223,3 +238,141 @@ def without_fake_tensor_log() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def device_interfaces() -> dict[str, Any]:
+    """Dynamo's and Inductor's interfaces to devices, by device name; complete."""
+    from torch._dynamo import device_interface
+
+    device_interface.init_device_reg()
+    return device_interface.device_interfaces
+
+
+def cuda_interface() -> type:
+    """The interface that answers for CUDA devices."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    return CudaInterface
+
+
+@contextlib.contextmanager
+def fresh_device_answers() -> Iterator[None]:
+    """Have torch ask anew, inside and after, what it asks of a device once and remembers."""
+    caches = _device_caches()
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _device_caches() -> list[Any]:
+    from torch._inductor import utils
+    from torch._inductor.codecache import CacheBase
+    from torch._inductor.codegen.cuda import cuda_env
+    from torch._inductor.kernel import mm
+    from torch._inductor.runtime import hints
+    from torch.utils import _triton
+
+    of_inductor = (
+        "get_gpu_type",
+        "is_big_gpu",
+        "get_max_num_sms",
+        "using_b200",
+        "get_backend_num_stages",
+        "get_device_tflops",
+        "get_gpu_dram_gbps",
+        "_triton_supported_fp8_dtypes",
+    )
+    found = [getattr(utils, name) for name in of_inductor if hasattr(utils, name)]
+    found += [f for module in (_triton, cuda_env, hints, mm) for f in vars(module).values()]
+    found += [hints.DeviceProperties.create, CacheBase.get_system]
+    cached = functools._lru_cache_wrapper
+    return [f for f in found if isinstance(f, cached) and f is not mm.lazy_register_extern_choice]
+
+
+@contextlib.contextmanager
+def backward_at_once() -> Iterator[None]:
+    """Compile the backward with its forward, not when the first gradient is asked for."""
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+def generate_program(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Mapping[str, Any],
+    *,
+    is_inference: bool,
+    is_backward: bool,
+    look: Callable[[Any], Any],
+) -> tuple[str, Any]:
+    """Inductor's program for a functional graph, not loaded: what ``compile_fx_inner`` does up to there.
+
+    ``look`` is called with Inductor's scheduler while its graph is the current one, and its answer is returned
+    behind the source.
+    """
+    from torch._inductor import compile_fx
+
+    driver: Any = compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    with inductor_config.patch(dict(settings)), torch.no_grad(), contextlib.ExitStack() as stack:
+        driver.view_to_reshape(gm)
+        mode = driver.fake_tensor_prop(gm, example_inputs, force_allow_non_fake_inputs=True)
+        driver._recursive_record_original_output_strides(gm)
+        stack.enter_context(V.set_fake_mode(mode))
+        stack.enter_context(V.set_debug_handler(DebugContext()))
+        driver._recursive_post_grad_passes(gm, is_inference=is_inference)
+        graph = GraphLowering(
+            gm,
+            example_inputs=example_inputs,
+            shape_env=driver.shape_env_from_inputs(example_inputs),
+            is_inference=is_inference,
+            is_backward=is_backward,
+            get_decomp_fn=select_decomp_table,
+        )
+        graph.freeze_runtime_asserts()
+        stack.enter_context(V.set_graph_handler(graph))
+        stack.enter_context(V.set_extern_kernel_nodes([]))
+        graph.run(*example_inputs)
+        code, _ = graph.codegen()
+        return code.value, look(graph.scheduler)
+
+
+def load_kernel(name: str, source: str) -> Any:
+    """The autotuner object of a Triton kernel that Inductor wrote; no device is touched."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.triton_helpers import _skip_gpu_driver_setup
+
+    token = _skip_gpu_driver_setup.set(True)
+    try:
+        return getattr(PyCodeCache.load(source), name)
+    finally:
+        _skip_gpu_driver_setup.reset(token)
+
+
+@functools.cache
+def inductor() -> Any:
+    """The parts of Inductor that lowerings to Triton templates are made of."""
+    from types import SimpleNamespace
+
+    from torch._inductor import ir, lowering
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    return SimpleNamespace(
+        OrderedSet=OrderedSet,
+        SymbolicGridFn=SymbolicGridFn,
+        TritonTemplate=TritonTemplate,
+        V=V,
+        autotune_select_algorithm=autotune_select_algorithm,
+        config=inductor_config,
+        ir=ir,
+        lowering=lowering,
+    )

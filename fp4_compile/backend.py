@@ -17,6 +17,7 @@ from fp4_compile._torch_compat import (
     mode_settings,
     without_autograd_cache,
 )
+from fp4_compile.codegen.lowering import register_lowerings
 from fp4_compile.errors import OptionError
 from fp4_compile.options import Options, suggest
 from fp4_compile.passes.hoist_weights import hoist_weights
@@ -44,7 +45,10 @@ def nvfp4(
     chosen = Options.parse(options)
     recorder = FolderRecorder(chosen.dump) if chosen.dump else Recorder()
     recorder.graph("captured", gm)
-    pipeline = Pipeline(chosen, example_inputs, recorder)
+    sm = gpu(example_inputs)
+    if sm is not None:
+        register_lowerings()
+    pipeline = Pipeline(chosen, example_inputs, recorder, sm)
     settings = inductor_settings(chosen, mode, example_inputs)
     settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
     try:
@@ -54,6 +58,18 @@ def nvfp4(
         return compiled
     finally:
         pipeline.context.weights = {}  # nothing of ours keeps a weight alive
+
+
+def gpu(example_inputs: Sequence[Any]) -> int | None:
+    """Compute capability of the NVIDIA GPU that the inputs lie on, 100 for sm_100; None if there are no kernels for it.
+
+    Kernels are written for sm_80 and later.
+    """
+    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+    if not devices or torch.version.cuda is None:
+        return None
+    major, minor = min(torch.cuda.get_device_capability(device) for device in devices)
+    return major * 10 + minor if major >= 8 else None
 
 
 def inductor_settings(options: Options, mode: str | None, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -39,5 +39,13 @@ class DeviceError(Fp4CompileError):
     """An unknown target device, or a table of measurements that cannot be used."""
 
 
+class TargetError(Fp4CompileError):
+    """A GPU that this installation cannot generate code for."""
+
+
 class CalibrationError(Fp4CompileError):
     """Calibration data that cannot be used: no batches, a loss that is not finite, a file of another model."""
+
+
+class SimulationError(Fp4CompileError, NotImplementedError):
+    """A kernel or a program uses something that the simulator does not define, so it is not run."""

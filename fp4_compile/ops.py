@@ -2,7 +2,11 @@
 
     fp4::amax(Tensor x) -> Tensor                                   fp32[]
     fp4::quantize(Tensor x, Tensor amax, str block, bool four_over_six) -> (Tensor codes, Tensor scales)
-    fp4::scaled_mm(a codes, scales, amax, b codes, scales, amax, Tensor? bias, ScalarType out_dtype) -> Tensor
+    fp4::quantize_rows(Tensor x, bool swizzled) -> (Tensor codes, Tensor scales, Tensor amax)
+    fp4::swizzle(Tensor scales) -> Tensor
+    fp4::scaled_mm(a codes, scales, amax, b codes, scales, amax, Tensor? bias, ScalarType out_dtype, bool swizzled)
+        -> Tensor
+    fp4::weight_mm(Tensor x, b codes, scales, amax, Tensor? bias, ScalarType out_dtype) -> Tensor
     fp4::dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor
 
 and, for training,
@@ -76,6 +80,24 @@ def _quantize_fake(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: 
     return codes, x.new_empty((*lead, _padded(k) // BLOCK), dtype=torch.float8_e4m3fn)
 
 
+def _quantize_rows(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x))
+    return codes, numerics.swizzle_scales(scales) if swizzled else scales, amax
+
+
+def _quantize_rows_fake(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = x.shape
+    shape = (rows, _padded(k) // BLOCK)
+    codes = x.new_empty((rows, _padded(k) // 2), dtype=torch.uint8)
+    scales = x.new_empty(numerics.swizzled_shape(*shape) if swizzled else shape, dtype=torch.float8_e4m3fn)
+    return codes, scales, x.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _swizzle_fake(scales: Tensor) -> Tensor:
+    *lead, rows, columns = scales.shape
+    return scales.new_empty((*lead, *numerics.swizzled_shape(rows, columns)))
+
+
 def _dequantize(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     return numerics.dequantize(codes, scales, amax, k).to(dtype).contiguous()
 
@@ -100,16 +122,25 @@ def _scaled_mm(
     b_amax: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    swizzled: bool = False,
 ) -> Tensor:
     """``alpha * decode(a) @ decode(b)^T + bias`` in FP32, then rounded once to ``out_dtype``.
 
     A decoded operand (code times block scale, without the tensor scale) is exact even in BF16, so its products
     are exact in FP32, and only the order of summation differs from a tensor core's.
     """
-    alpha = numerics.gemm_alpha(a_amax, b_amax)
+    if swizzled:
+        a_scales, b_scales = (
+            numerics.unswizzle_scales(scales, codes.shape[-2], codes.shape[-1] * 2 // BLOCK)
+            for codes, scales in ((a, a_scales), (b, b_scales))
+        )
+    alpha = numerics.gemm_alpha(a_amax, b_amax.mT if b_amax.dim() else b_amax)
     with torch.autocast(a.device.type, enabled=False):
         product = _unscaled_product(a, a_scales, b, b_scales)
-    product = product.mul_(alpha)
+    return _finished(product.mul_(alpha), bias, out_dtype)
+
+
+def _finished(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if bias is not None:
         product = product.add_(bias)
     return product.to(out_dtype)
@@ -124,8 +155,26 @@ def _scaled_mm_fake(
     b_amax: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    swizzled: bool = False,
 ) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+def _weight_mm(
+    x: Tensor, b: Tensor, b_scales: Tensor, b_amax: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``alpha * x @ decode(b)^T + bias`` in FP32; ``x`` enters as BF16, and a decoded weight is exact in it."""
+    weight = numerics.decode_unscaled(b, b_scales, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        product = torch.matmul(x.to(torch.bfloat16).float(), weight.mT)
+    alpha = (b_amax.mT if b_amax.dim() else b_amax) * (1.0 / (numerics.E2M1_MAX * numerics.E4M3_MAX))
+    return _finished(product.mul_(alpha), bias, out_dtype)
+
+
+def _weight_mm_fake(
+    x: Tensor, b: Tensor, b_scales: Tensor, b_amax: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
 amax = define("amax(Tensor x) -> Tensor", _amax, _amax_fake)
@@ -138,6 +187,18 @@ quantize = define(
 )
 """[..., K] -> codes u8 [..., ceil(K/16)*8] (two a byte, even element low) and scales e4m3 [..., ceil(K/16)]."""
 
+quantize_rows = define(
+    "quantize_rows(Tensor x, bool swizzled) -> (Tensor codes, Tensor scales, Tensor amax)",
+    _quantize_rows,
+    _quantize_rows_fake,
+)
+"""[M, K] -> codes and scales as `quantize` in blocks of 1x16, with an amax of its own for every row, fp32 [M, 1].
+
+``swizzled``: scales in the order tensor cores read them, as `numerics.swizzle_scales` gives them."""
+
+swizzle = define("swizzle(Tensor scales) -> Tensor", numerics.swizzle_scales, _swizzle_fake)
+"""`numerics.swizzle_scales`."""
+
 dequantize = define(
     "dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor",
     _dequantize,
@@ -147,11 +208,20 @@ dequantize = define(
 
 scaled_mm = define(
     "scaled_mm(Tensor a, Tensor a_scales, Tensor a_amax, Tensor b, Tensor b_scales, Tensor b_amax, "
-    "Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "Tensor? bias, ScalarType out_dtype, bool swizzled=False) -> Tensor",
     _scaled_mm,
     _scaled_mm_fake,
 )
-"""[..., M, K] x [N, K] -> [..., M, N], or [B, M, K] x [B, N, K] -> [B, M, N]; operands as `quantize` gives them."""
+"""[..., M, K] x [N, K] -> [..., M, N], or [B, M, K] x [B, N, K] -> [B, M, N]; operands as `quantize` gives them.
+
+An amax is 0-d, or one a row ([M, 1] of a, [N, 1] of b). ``swizzled``: both operands' scales are; needs 2-D codes."""
+
+weight_mm = define(
+    "weight_mm(Tensor x, Tensor b, Tensor b_scales, Tensor b_amax, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    _weight_mm,
+    _weight_mm_fake,
+)
+"""[..., M, K] in high precision x [N, K] quantized -> [..., M, N]: for tensor cores without FP4."""
 
 
 def _quantize_stochastic(x: Tensor, amax: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:

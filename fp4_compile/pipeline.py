@@ -25,6 +25,7 @@ from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.passes import PIPELINE, Context
 from fp4_compile.passes.context import ParallelGroup
+from fp4_compile.passes.tensor_cores import tensor_cores
 from fp4_compile.planner.pins import parse_pins, require_known
 from fp4_compile.recorder import Recorder
 
@@ -38,11 +39,13 @@ class Pipeline(CustomGraphPass):
     decisions of all calls make up one plan.
     """
 
-    def __init__(self, options: Options, example_inputs: Sequence[Any], recorder: Recorder) -> None:
+    def __init__(
+        self, options: Options, example_inputs: Sequence[Any], recorder: Recorder, sm: int | None = None
+    ) -> None:
         static = frozenset(i for i, example in enumerate(example_inputs) if is_static_input(example))
         # Held until the compile is over (see backend.nvfp4), and only if something is to be scored.
         weights = {i: example_inputs[i] for i in static} if options.plans else {}
-        self.context = Context(options, static, weights, parallel_groups(example_inputs))
+        self.context = Context(options, static, weights, parallel_groups(example_inputs), sm)
         self._recorder = recorder
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -55,6 +58,8 @@ class Pipeline(CustomGraphPass):
         if owner is None:
             raise TypeError("the pipeline runs on the graph of a GraphModule")
         for run in PIPELINE:
+            if run is tensor_cores and self.context.sm is None:
+                continue  # a CPU's graph has no such stage
             name = f"fp4_{run.__name__}"
             observe_pass(owner, name, lambda graph, run=run: run(graph, self.context))  # type: ignore[misc]
             self._recorder.graph(run.__name__, graph)
@@ -87,7 +92,7 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> str:
         """Everything the result depends on besides the graph: the sources, the options, what is a weight."""
         static = sorted(self.context.static_inputs)
-        given = (self.context.options.digest(), static, self.context.parallel_groups)
+        given = (self.context.options.digest(), static, self.context.parallel_groups, self.context.sm)
         key = (fp4_compile.__version__, source_digest(), torch.__version__, *given)
         return hashlib.sha256(repr(key).encode()).hexdigest()
 

@@ -64,6 +64,7 @@ class Reason(enum.Enum):
     LAST_LAYERS = "last layers"
     RECIPE = "recipe"
     BACKWARD = "backward"
+    NO_KERNEL = "no kernel"
     FAILED = "failed"
 
 

@@ -40,6 +40,7 @@ from fp4_compile.numerics.scaling import (
     NVFP4_BLOCK,
     block_scales,
     encode_scale,
+    row_amax,
     tensor_amax,
 )
 
@@ -70,6 +71,7 @@ __all__ = [
     "random_hadamard",
     "round_e2m1",
     "round_e2m1_stochastic",
+    "row_amax",
     "swizzle_scales",
     "swizzled_shape",
     "tensor_amax",

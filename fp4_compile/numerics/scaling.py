@@ -40,6 +40,20 @@ def tensor_amax(x: Tensor) -> Tensor:
     return torch.where(amax > 0.0, amax.clamp_min(_LEAST_AMAX), 0.0)
 
 
+def row_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of every row: float32 ``[..., 1]``, raised as in `tensor_amax`.
+
+    ``x``: float32, bfloat16 or float16, ``[..., K]``. With one scale a row, a tensor is quantized in one pass. A
+    row that holds a NaN or an Inf has the amax NaN: every product of the row would be NaN in any case.
+    """
+    require_dtype("x", x, *REAL_DTYPES)
+    if x.shape[-1] == 0:
+        return torch.zeros((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    amax = x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    raised = torch.where(amax > 0.0, amax.clamp_min(_LEAST_AMAX), amax)
+    return torch.where(torch.isinf(amax), torch.nan, raised)
+
+
 def encode_scale(amax: Tensor, bound: float = E4M3_MAX) -> Tensor:
     """Return the float32 factor that takes a tensor's amax to ``6 * bound``.
 

@@ -18,6 +18,7 @@ from fp4_compile.passes.observe import observe
 from fp4_compile.passes.rewrite import rewrite
 from fp4_compile.passes.rewrite_backward import rewrite_backward
 from fp4_compile.passes.share import share
+from fp4_compile.passes.tensor_cores import tensor_cores
 from fp4_compile.passes.verify import verify
 
 Pass = Callable[[fx.Graph, Context], None]
@@ -28,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewrite,
     rewrite_backward,
     share,
+    tensor_cores,
     cleanup,
     observe,
     verify,

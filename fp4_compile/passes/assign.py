@@ -16,6 +16,7 @@ from fp4_compile.passes.graph import parameter_nodes
 from fp4_compile.passes.policy import decide, uneven, unsupported
 from fp4_compile.passes.recipe import decide_backward, forward_as_asked, gradient_nodes, impossible, keep_last_layers
 from fp4_compile.passes.structure import Structure
+from fp4_compile.passes.tensor_cores import FIRST_FP4
 from fp4_compile.plan import Decision, Plan, Precision, Reason, Role
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ def assign(graph: fx.Graph, context: Context) -> None:
     parameters = parameter_nodes(graph, context.static_inputs)
     decisions = [decide(matmul, structure, parameters) for matmul in context.matmuls]
     options = context.options
+    if context.sm is not None:
+        decisions = [
+            _with_kernel(m, d, context.sm, structure.has_backward or m.rhs not in parameters)
+            for m, d in zip(context.matmuls, decisions, strict=True)
+        ]
     if options.plans:
         from fp4_compile.planner.compile_time import replan
 
@@ -51,6 +57,18 @@ def assign(graph: fx.Graph, context: Context) -> None:
         if given is not None:
             decided = _follow(given, matmul, decided, refused)
         context.decisions[matmul.site.key] = decided
+
+
+def _with_kernel(matmul: Matmul, decision: Decision, sm: int, weight_changes: bool) -> Decision:
+    """The default decision, if a GPU has a kernel for it that gains."""
+    if decision.precision is not Precision.NVFP4:
+        return decision
+    if matmul.site.op == "bmm":
+        return Decision(matmul.site, Precision.BF16, Reason.NO_KERNEL, "batched")
+    if sm < FIRST_FP4 and weight_changes:
+        detail = f"sm_{sm} multiplies BF16, and the weight changes"
+        return Decision(matmul.site, Precision.BF16, Reason.NO_KERNEL, detail)
+    return decision
 
 
 def _follow(given: Plan, matmul: Matmul, default: Decision, refused: tuple[Reason, str] | None) -> Decision:

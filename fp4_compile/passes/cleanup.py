@@ -17,7 +17,7 @@ from fp4_compile import ops
 from fp4_compile.passes.context import Context
 from fp4_compile.passes.graph import is_view
 
-_OURS = (ops.amax, ops.quantize, ops.mx_quantize, ops.scaled_mm, operator.getitem)
+_OURS = (ops.amax, ops.quantize, ops.quantize_rows, ops.mx_quantize, ops.scaled_mm, operator.getitem)
 
 
 def cleanup(graph: fx.Graph, context: Context) -> None:

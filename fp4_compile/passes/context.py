@@ -53,6 +53,8 @@ class Context:
     """The parameters and buffers themselves, by position; for scores made at compile time."""
     parallel_groups: tuple[ParallelGroup, ...] = ()
     """The tensor-parallel groups of the graph's parameters."""
+    sm: int | None = None
+    """Compute capability of the GPU that kernels are written for, 100 for sm_100; None: the CPU."""
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)
     """What `find_matmuls` found in the graph at hand."""
     decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)

@@ -19,6 +19,8 @@ from torch import fx
 
 from fp4_compile import ops
 
+_QUANTIZERS = (ops.amax, ops.quantize, ops.quantize_rows, ops.mx_quantize)
+
 
 @dataclasses.dataclass(frozen=True)
 class Hoisted:
@@ -52,7 +54,7 @@ def hoist_weights(gm: fx.GraphModule, static_inputs: list[int]) -> Hoisted | Non
         if _is_random(node):
             continue
         constant.add(node)
-        if node.target in (ops.amax, ops.quantize, ops.mx_quantize) or quantized.intersection(node.all_input_nodes):
+        if node.target in _QUANTIZERS or quantized.intersection(node.all_input_nodes):
             quantized.add(node)
     hoisted = [n for n in gm.graph.nodes if n in quantized and not constant.issuperset(n.users)]
     if not hoisted:

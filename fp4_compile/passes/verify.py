@@ -12,11 +12,18 @@ from torch import fx
 
 from fp4_compile import observations, ops
 from fp4_compile.errors import VerificationError
+from fp4_compile.numerics import swizzled_shape
 from fp4_compile.passes.context import Context
 from fp4_compile.passes.graph import value
 from fp4_compile.plan import Precision
 
-_QUANTIZERS = (ops.quantize, ops.quantize_stochastic, ops.transpose)
+_QUANTIZERS = (
+    ops.quantize,
+    ops.quantize_rows,
+    ops.quantize_stochastic,
+    ops.transpose,
+    torch.ops.aten.reshape.default,
+)
 
 
 def verify(graph: fx.Graph, context: Context) -> None:
@@ -42,9 +49,12 @@ def _check_scaled_mm(node: fx.Node) -> None:
         kinds = [value(n).dtype for n in (codes, scales, amax)]  # type: ignore[arg-type]
         if kinds != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
             raise VerificationError(f"{node.name}: operand dtypes are {kinds}")
-        packed, blocks = value(codes).shape[-1], value(scales).shape[-1]  # type: ignore[arg-type]
-        if packed != blocks * (ops.BLOCK // 2):
-            raise VerificationError(f"{node.name}: {packed} bytes of codes do not match {blocks} block scales")
+        rows, packed = value(codes).shape[-2:]  # type: ignore[arg-type]
+        expected = (rows, packed * 2 // ops.BLOCK)
+        if len(node.args) > 8 and node.args[8]:
+            expected = swizzled_shape(*expected)
+        if tuple(value(scales).shape[-2:]) != expected:  # type: ignore[arg-type]
+            raise VerificationError(f"{node.name}: {packed} bytes of codes do not match {value(scales).shape} scales")  # type: ignore[arg-type]
         if isinstance(codes, fx.Node) and codes.target is observations.observe:
             codes = codes.args[1]
         source = codes.args[0] if isinstance(codes, fx.Node) and codes.target is operator.getitem else codes

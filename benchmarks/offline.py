@@ -1,0 +1,132 @@
+"""What is emitted for GPUs that are not here: kernels, bytes, instructions and predicted times, beside Inductor's BF16.
+
+    python benchmarks/offline.py [--quick] [--json PATH] [--models NAME ...] [--targets NAME ...]
+
+Every program is generated and compiled on this machine; nothing runs, and times are the cost model's. ``--quick``: a
+narrow Llama-style block, inference, on sm_100 and sm_90, all its products in NVFP4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from offline_models import NAMES, make
+
+import fp4_compile
+from fp4_compile.offline.compile_for import Offline, compile_traced
+from fp4_compile.offline.inspect import has_fp4_instruction
+from fp4_compile.offline.kernels import Kernel
+from fp4_compile.offline.machine import find_target
+from fp4_compile.offline.summary import Summary
+from fp4_compile.offline.trace import trace
+
+TARGETS = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+TOKENS = 4096
+
+
+def generate(name: str, target: str, training: bool, quick: bool) -> tuple[Offline, Summary]:
+    """Ours, and the summary of what Inductor writes for the same model in BF16."""
+    model, inputs = make(name, 256 if quick else TOKENS, quick)
+    if training and isinstance(inputs, torch.Tensor):
+        inputs.requires_grad_()
+    options = {"target": None} if quick else None  # narrow layers do not pay, and are to be seen all the same
+    with contextlib.nullcontext() if training else torch.no_grad():
+        ours = fp4_compile.compile_for(model, inputs, target, options=options)
+        torch._dynamo.reset()
+        gpu = find_target(target)
+        bf16 = compile_traced(trace(model, inputs, None, gpu.sm), gpu, {}, ptx=False)
+        torch._dynamo.reset()
+    return ours, bf16.summary
+
+
+def row(name: str, target: str, training: bool, ours: Offline, bf16: Summary) -> dict[str, Any]:
+    each = ours.summary.each_call
+    kernels = [k for k in ours.kernels.values() if isinstance(k, Kernel)]
+    products = [k for k in ours.summary.kernels if k.role == "fp4 gemm"]
+    quantizers = sum(k.launches for k in each.kernels if k.role == "quantizer")
+    worst = each.worst
+    return {
+        "model": name,
+        "target": target,
+        "pass": "train" if training else "infer",
+        "quantized": f"{sum(d.precision is fp4_compile.Precision.NVFP4 for d in ours.plan)}/{len(list(ours.plan))}",
+        "kernels": len(ours.kernels),
+        "failed": len(ours.kernels) - len(kernels),
+        "no_fp4_instruction": sum(
+            not has_fp4_instruction(ours.kernels[source])  # type: ignore[arg-type]
+            for program in ours.programs
+            for launch in program.launches
+            if "nvfp4" in launch.flops and isinstance(ours.kernels[source := program.kernels[launch.kernel]], Kernel)
+        ),
+        "fp4_gemms": sum(k.launches for k in products),
+        "spills": sum(k.spills for k in kernels),
+        "faults": [f"{k.part} {k.name}: {fault}" for k in ours.summary.kernels for fault in k.faults],
+        "launches": each.launches,
+        "quantizers": quantizers,
+        "bf16_launches": bf16.launches,
+        "MB": each.bytes / 1e6,
+        "bf16_MB": bf16.bytes / 1e6,
+        "us": each.seconds * 1e6,
+        "bf16_us": bf16.seconds * 1e6,
+        "worst": f"{worst.role} {worst.name[:28]} {worst.roofline_share:.0%} ({worst.bound})" if worst else "",
+        "summary": ours.summary.to_dict(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    hidden = ("summary", "faults")
+    heads = [key for key in rows[0] if key not in hidden]
+    cells = [[f"{r[key]:.4g}" if isinstance(r[key], float) else str(r[key]) for key in heads] for r in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [heads, *cells]]
+    return "\n".join([*lines, *(f"  {r['model']} {r['target']} {r['pass']}: {f}" for r in rows for f in r["faults"])])
+
+
+def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kernels": sum(r["kernels"] for r in rows),
+        "kernels_failed": sum(r["failed"] for r in rows),
+        "fp4_gemms_without_fp4_instruction": sum(r["no_fp4_instruction"] for r in rows),
+        "spills": sum(r["spills"] for r in rows),
+        "fewest_bytes": all(r["MB"] < r["bf16_MB"] for r in rows),
+        "few_launches": all(r["launches"] <= r["bf16_launches"] + r["quantizers"] for r in rows),
+        "blocks": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a narrow block on two targets, under two minutes")
+    parser.add_argument("--json", type=Path, help="write the figures, and every kernel, here")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    arguments = parser.parse_args()
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    names, targets = arguments.models, arguments.targets
+    passes = (False, True)
+    if arguments.quick:
+        names, targets, passes = ["llama"], ["sm_100", "sm_90"], (False,)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for target in targets:
+            for training in passes:
+                start = time.perf_counter()
+                ours, bf16 = generate(name, target, training, arguments.quick)
+                rows.append(row(name, target, training, ours, bf16))
+                print(f"{name} {target} {rows[-1]['pass']}: {time.perf_counter() - start:.0f} s", flush=True)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(result(rows), indent=1), encoding="utf-8")
+    print(table(rows))
+    totals = {key: value for key, value in result(rows).items() if key != "blocks"}
+    print(", ".join(f"{key} {value}" for key, value in totals.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""How Inductor turns the ``fp4`` operators into kernels for a GPU.
+
+    fp4.quantize_rows   a template whose producer (pointwise) Inductor computes inside
+    fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside
+    fp4.weight_mm       the same, of a high-precision activation and a quantized weight
+
+On a CPU, and for recipes without a template, the operators are called as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp4_compile import ops
+from fp4_compile._torch_compat import inductor
+from fp4_compile.codegen.triton import KernelTemplate
+
+BLOCK = ops.BLOCK
+
+
+@functools.cache
+def register_lowerings() -> None:
+    """Teach Inductor the operators, once a process."""
+    for op, lower in (
+        (ops.quantize_rows, _quantize_rows),
+        (ops.scaled_mm, _scaled_mm),
+        (ops.weight_mm, _weight_mm),
+    ):
+        _register(op, lower)
+
+
+def _register(op: Any, lower: Callable[..., Any]) -> None:
+    lowering = inductor().lowering
+    as_it_is = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def dispatch(*args: Any) -> Any:
+        device = args[0].get_device()
+        result = lower(*args) if device.type == "cuda" else None
+        return as_it_is(*args) if result is None else result
+
+    lowering.register_lowering(op, type_promotion_kind=None)(dispatch)
+
+
+def _quantize_rows(x: Any, swizzled: bool) -> tuple[Any, Any, Any]:
+    from fp4_compile.codegen.triton.configs import row_quantizer_configs
+    from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
+    from fp4_compile.numerics import swizzled_shape
+
+    parts = inductor()
+    device, (rows, k) = x.get_device(), x.get_size()
+    blocks = (k + BLOCK - 1) // BLOCK
+    x = _rows_in_order(x)
+    _fuse_producer(x)
+    scales = _empty(swizzled_shape(rows, blocks) if swizzled else (rows, blocks), torch.float8_e4m3fn, device)
+    amax = _empty((rows, 1), torch.float32, device)
+    inputs = [x, *map(_realized, (scales, amax))]
+    layout = parts.ir.FixedLayout(device, torch.uint8, [rows, blocks * (BLOCK // 2)])
+    config, *_ = row_quantizer_configs(_hint(rows), _hint(k), _sm(device), swizzled)
+    choices: list[Any] = []
+    _append(choices, QUANTIZE_ROWS, config, inputs, layout, mutated_inputs=inputs[1:])
+    [choice] = choices
+    codes = _quantizer_buffer()(
+        layout=choice.layout,
+        inputs=choice.input_nodes,
+        make_kernel_render=choice.make_kernel_render,
+        mutated_inputs=choice.mutated_inputs,
+        allowed_prologue_inps=choice.allowed_prologue_inps,
+    )
+    codes.annotations["fp4_quantizes"] = (_hint(rows), _hint(k))
+    return parts.ir.TensorBox.create(codes), scales, amax
+
+
+@functools.cache
+def _quantizer_buffer() -> type:
+    """Inductor fuses no producer into a kernel that writes into its arguments, since the producer may read them.
+
+    The arguments a quantizer writes to are new, and nothing else has them.
+    """
+    base: Any = inductor().ir.TritonTemplateBuffer
+
+    class QuantizerBuffer(base):  # type: ignore[misc]
+        def has_aliasing_or_mutation_for_prologue_fusion(self, scheduler_node: Any) -> bool:
+            return False
+
+    return QuantizerBuffer
+
+
+def _fuse_producer(x: Any) -> None:
+    """Let Inductor compute x in the quantizer even if that reads more than x has: a product of two tensors does.
+
+    It refuses that to a GEMM, which would load a tile's inputs many times; a quantizer loads them once.
+    """
+    parts = inductor()
+    buffer = parts.V.graph.try_get_buffer(x.get_name())
+    if isinstance(buffer, parts.ir.ComputedBuffer) and isinstance(buffer.data, parts.ir.Pointwise):
+        parts.V.graph.invoke_quant_ops.add(buffer.get_operation_name())
+
+
+def _scaled_mm(
+    a: Any,
+    a_scales: Any,
+    a_amax: Any,
+    b: Any,
+    b_scales: Any,
+    b_amax: Any,
+    bias: Any,
+    out_dtype: torch.dtype,
+    swizzled: bool = False,
+) -> Any:
+    from fp4_compile.codegen.triton.configs import gemm_choices
+
+    if len(a.get_size()) != 2 or len(b.get_size()) != 2 or _sm(a.get_device()) < 100:
+        return None
+    (m, packed), (n, _) = a.get_size(), b.get_size()
+    k, sm = packed * 2, _sm(a.get_device())
+    wanted = gemm_choices(_hint(m), _hint(n), _hint(k), sm, swizzled)
+    constants = {"A_ROWS": _per_row(a_amax), "B_ROWS": _per_row(b_amax)}
+    inputs = [_contiguous(x) for x in (a, a_scales, a_amax, b, b_scales, b_amax)]
+    return _product("fp4_scaled_mm", wanted, constants, inputs, (m, n, k), bias, out_dtype, "nvfp4")
+
+
+def _weight_mm(x: Any, b: Any, b_scales: Any, b_amax: Any, bias: Any, out_dtype: torch.dtype) -> Any:
+    from fp4_compile.codegen.triton.configs import weight_gemm_choices
+
+    parts = inductor()
+    *lead, k = x.get_size()
+    n = b.get_size()[0]
+    if len(lead) != 1:
+        m = functools.reduce(lambda rows, size: rows * size, lead, 1)
+        flat = parts.lowering.view(x, [m, k])
+        result = _weight_mm(flat, b, b_scales, b_amax, bias, out_dtype)
+        return parts.lowering.view(result, [*lead, n])
+    x = parts.lowering.to_dtype(x, torch.bfloat16)
+    wanted = weight_gemm_choices(_hint(lead[0]), _hint(n), _hint(k), _sm(x.get_device()))
+    constants = {"B_ROWS": _per_row(b_amax)}
+    inputs = [_rows_in_order(x), *map(_contiguous, (b, b_scales, b_amax))]
+    return _product("fp4_weight_mm", wanted, constants, inputs, (lead[0], n, k), bias, out_dtype, "bf16")
+
+
+def _product(
+    name: str,
+    wanted: Sequence[tuple[KernelTemplate, dict[str, Any]]],
+    constants: dict[str, Any],
+    inputs: list[Any],
+    sizes: tuple[Any, Any, Any],
+    bias: Any,
+    out_dtype: torch.dtype,
+    precision: str,
+) -> Any:
+    """The template, then bias and rounding as pointwise operations, which Inductor fuses into it."""
+    parts = inductor()
+    m, n, k = sizes
+    device = inputs[0].get_device()
+    # A bias is added before the one rounding: the template hands it FP32, which Inductor keeps in registers.
+    layout = parts.ir.FixedLayout(device, out_dtype if bias is None else torch.float32, [m, n])
+    if not (parts.config.max_autotune or parts.config.max_autotune_gemm):
+        wanted = wanted[:1]
+    choices: list[Any] = []
+    for template, config in wanted:
+        _append(choices, template, {**constants, **config}, inputs, layout)
+    selected = parts.autotune_select_algorithm(name, choices, inputs, layout)
+    result = selected[0] if isinstance(selected, tuple) else selected
+    flops = 2 * _hint(m) * _hint(n) * _hint(k)
+    result.data.data.annotations.update(fp4_flops={precision: flops}, fp4_gemm=(_hint(m), _hint(n), _hint(k)))
+    if bias is not None:
+        result = parts.lowering.add(result, parts.lowering.to_dtype(bias, torch.float32))
+        result = parts.lowering.to_dtype(result, out_dtype)
+        result.realize()
+    return result
+
+
+def _append(
+    choices: list[Any], template: KernelTemplate, config: dict[str, Any], inputs: list[Any], layout: Any, **more: Any
+) -> None:
+    """Add a choice.
+
+    Raises:
+        NotImplementedError: the template cannot be rendered for these inputs.
+    """
+    refused = _triton_template(template).maybe_append_choice(
+        choices, input_nodes=tuple(inputs), layout=layout, **config, **more
+    )
+    if refused is not None:
+        raise refused
+
+
+@functools.cache
+def _triton_template(template: KernelTemplate) -> Any:
+    parts = inductor()
+    return parts.TritonTemplate(name=template.name, grid=parts.SymbolicGridFn(template.grid), source=template.source)
+
+
+def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    return inductor().lowering.empty_strided(list(size), None, dtype=dtype, device=device)
+
+
+def _realized(x: Any) -> Any:
+    return inductor().ir.ExternKernel.realize_input(x)
+
+
+def _contiguous(x: Any) -> Any:
+    extern = inductor().ir.ExternKernel
+    return extern.require_contiguous(extern.realize_input(x))
+
+
+def _rows_in_order(x: Any) -> Any:
+    """x with the elements of a row side by side; rows may lie further apart."""
+    extern = inductor().ir.ExternKernel
+    return extern.require_stride_order(extern.realize_input(x), [1, 0])
+
+
+def _per_row(amax: Any) -> bool:
+    return bool(amax.get_size())
+
+
+def _hint(size: Any) -> int:
+    """A size to choose a configuration by: any configuration is right for any size."""
+    return int(inductor().V.graph.sizevars.optimization_hint(size, fallback=4096))
+
+
+def _sm(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
