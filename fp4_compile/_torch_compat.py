@@ -6,12 +6,10 @@ A new torch release is checked by reading this file: each name says what it is u
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +67,6 @@ __all__ = [
     "select_decomp_table",
     "size_hint",
     "statically_true",
-    "torch_cpu_library",
     "without_autograd_cache",
     "without_fake_tensor_log",
 ]
@@ -84,15 +81,6 @@ def compile_with_inductor(
     """Inductor's whole-graph compile with settings and an inner compiler of our own."""
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=dict(config_patches))
     return compiled  # type: ignore[no-any-return]
-
-
-def torch_cpu_library() -> ctypes.CDLL:
-    """The library that holds torch's CPU operators, and MKL in torch's own builds for x86.
-
-    Raises:
-        OSError: there is none of that name, as on other platforms.
-    """
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 def compile_apart(model: Callable[..., Any], backend: Any) -> Callable[..., Any]:

@@ -106,13 +106,6 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype:
     return codes.new_empty((*codes.shape[:-1], k), dtype=dtype)
 
 
-def _unscaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
-    if a.device.type == "cpu":
-        return cpu.unscaled_product(a, a_scales, b, b_scales)
-    lhs, rhs = (numerics.decode_unscaled(*operand, torch.float32) for operand in ((a, a_scales), (b, b_scales)))
-    return torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
-
-
 def _scaled_mm(
     a: Tensor,
     a_scales: Tensor,
@@ -126,8 +119,8 @@ def _scaled_mm(
 ) -> Tensor:
     """``alpha * decode(a) @ decode(b)^T + bias`` in FP32, then rounded once to ``out_dtype``.
 
-    A decoded operand (code times block scale, without the tensor scale) is exact even in BF16, so its products
-    are exact in FP32, and only the order of summation differs from a tensor core's.
+    A decoded operand (code times block scale, without the tensor scale) has so few bits that products of blocks are
+    exact, and only the order of summation differs from a tensor core's.
     """
     if swizzled:
         a_scales, b_scales = (
@@ -135,8 +128,13 @@ def _scaled_mm(
             for codes, scales in ((a, a_scales), (b, b_scales))
         )
     alpha = numerics.gemm_alpha(a_amax, b_amax.mT if b_amax.dim() else b_amax)
+    if a.device.type == "cpu":
+        if alpha.dim() == 0:
+            return cpu.product(a, a_scales, b, b_scales, float(alpha), bias, out_dtype)
+        return _finished(cpu.product(a, a_scales, b, b_scales, 1.0, None, torch.float32).mul_(alpha), bias, out_dtype)
+    lhs, rhs = (numerics.decode_unscaled(*operand, torch.float32) for operand in ((a, a_scales), (b, b_scales)))
     with torch.autocast(a.device.type, enabled=False):
-        product = _unscaled_product(a, a_scales, b, b_scales)
+        product = torch.matmul(lhs, rhs.mT) if b.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
     return _finished(product.mul_(alpha), bias, out_dtype)
 
 

@@ -197,23 +197,3 @@ def test_a_16x16_weight_and_its_transpose_have_the_same_codes_through_the_operat
     want, _, _ = quantize_16x16(w.t().contiguous())
     assert torch.equal(numerics.unpack(codes).t(), numerics.unpack(want))
     assert not torch.equal(scales.view(torch.uint8), quantized(w)[1].view(torch.uint8))
-
-
-@pytest.mark.parametrize("shape", [(1, 16, 16), (5, 33, 48), (64, 96, 4096), (7, 1, 16)], ids=str)
-def test_the_bf16_gemm_of_a_cpu_loses_nothing(shape, monkeypatch):
-    """Products of decoded operands are exact in FP32: only the order of summation may differ."""
-    m, n, k = shape
-    x, weight = torch.randn(2, m, k), torch.randn(2, n, k)
-    operands = [torch.ops.fp4.quantize(t, torch.ops.fp4.amax(t)) for t in (x, weight)]
-    (codes, scales), (other_codes, other_scales) = operands
-    arguments = [(codes, scales, other_codes, other_scales), (codes, scales, other_codes[0], other_scales[0])]
-    results = [cpu.unscaled_product(*each) for each in arguments]
-    monkeypatch.setattr(cpu, "bf16_gemm", lambda: None)
-    decoded = [cpu.decode_unscaled(*operand).double() for operand in operands]
-    wanted = [decoded[0] @ decoded[1].mT, decoded[0] @ decoded[1][0].mT]
-    magnitude = [decoded[0].abs() @ decoded[1].abs().mT, decoded[0].abs() @ decoded[1][0].abs().mT]
-    for result, want, size, each in zip(results, wanted, magnitude, arguments, strict=True):
-        assert result.dtype == torch.float32
-        assert result.shape == want.shape
-        for found in (result, cpu.unscaled_product(*each)):
-            assert ((found - want).abs() <= size * k * 2**-24).all()

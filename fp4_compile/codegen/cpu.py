@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,45 @@ from fp4_compile import numerics
 log = logging.getLogger(__name__)
 
 
+SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "gemm", "training")
+"""One translation unit, in this order."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def build(isa: int | None = None) -> Any:
+    """Build the kernels; ``isa``: for a lesser instruction set than this machine's, 1 is AVX2 and 0 plain C++.
+
+    Raises:
+        Exception: there is no compiler, or it fails; torch's types differ.
+    """
+    from fp4_compile._torch_compat import build_cpp
+
+    texts = [Path(__file__).with_name("cpp").joinpath(f"{name}.cpp").read_text(encoding="utf-8") for name in SOURCES]
+    if isa is not None:
+        texts.insert(0, f"#define FP4_ISA {isa}")
+    built = build_cpp("\n".join(texts))
+    pointer, size, kind, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    threads = ctypes.c_int32
+    built.fp4_amax_bits.argtypes = [pointer, size, kind, threads]
+    built.fp4_amax_bits.restype = ctypes.c_uint32
+    built.fp4_quantize_1x16.argtypes = [pointer, size, size, kind, real, pointer, pointer, threads]
+    built.fp4_decode.argtypes = [pointer, pointer, size, pointer]
+    operands = [pointer, pointer, pointer, pointer, pointer, kind, real, pointer, kind]
+    built.fp4_multiply.argtypes = [*operands, size, size, size, threads]
+    for function in (built.fp4_quantize_1x16, built.fp4_decode, built.fp4_multiply):
+        function.restype = None
+    return built
+
+
 @functools.cache
 def library() -> Any:
     """The built kernels, or None if they cannot be built here."""
-    from fp4_compile._torch_compat import build_cpp
-
-    sources = (Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_training.cpp"))
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     try:
-        built = build_cpp(source)
+        return build()
     except Exception:
         log.warning("the CPU kernels cannot be built; the fp4 operators run as plain torch", exc_info=True)
         return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    for amax in (built.fp4_amax_bits_fp32, built.fp4_amax_bits_bf16):
-        amax.argtypes = [pointer, integer]
-        amax.restype = ctypes.c_uint32
-    for quantize in (built.fp4_quantize_1x16_fp32, built.fp4_quantize_1x16_bf16):
-        quantize.argtypes = [pointer, integer, integer, ctypes.c_float, pointer, pointer]
-        quantize.restype = None
-    built.fp4_decode.argtypes = [pointer, pointer, integer, pointer]
-    built.fp4_decode.restype = None
-    return built
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -50,8 +66,8 @@ def tensor_amax(x: Tensor) -> Tensor:
     kernels = library()
     if kernels is None or x.numel() == 0:
         return numerics.tensor_amax(x)
-    x, kind = readable(x)
-    bits = getattr(kernels, f"fp4_amax_bits_{kind}")(x.data_ptr(), x.numel())
+    x = _readable(x)
+    bits = kernels.fp4_amax_bits(x.data_ptr(), x.numel(), _KINDS[x.dtype], torch.get_num_threads())
     # The definition floors what a tensor of one element this large would have.
     return numerics.tensor_amax(torch.tensor([bits], dtype=torch.int32).view(torch.float32))
 
@@ -63,37 +79,77 @@ def quantize_1x16(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         return numerics.quantize_1x16(x, amax)[:2]
     *lead, k = x.shape
     blocks = -(-k // numerics.NVFP4_BLOCK)
-    x, kind = readable(x)
+    x = _readable(x)
     codes = torch.empty((*lead, blocks * 8), dtype=torch.uint8)
     scales = torch.empty((*lead, blocks), dtype=torch.float8_e4m3fn)
     encode = float(numerics.encode_scale(amax))
-    quantize = getattr(kernels, f"fp4_quantize_1x16_{kind}")
-    quantize(x.data_ptr(), x.numel() // k, k, encode, codes.data_ptr(), scales.data_ptr())
+    pointers = (codes.data_ptr(), scales.data_ptr())
+    rows = x.numel() // k
+    kernels.fp4_quantize_1x16(x.data_ptr(), rows, k, _KINDS[x.dtype], encode, *pointers, torch.get_num_threads())
     return codes, scales
 
 
+def _readable(x: Tensor) -> Tensor:
+    """A tensor the kernels read: what they have no type for as fp32, which is exact."""
+    return (x if x.dtype in _KINDS else x.to(torch.float32)).contiguous()
+
+
 def readable(x: Tensor) -> tuple[Tensor, str]:
-    """A tensor the kernels read, and which of them: bf16 as it is, anything else as fp32, which is exact."""
+    """The same for the kernels of training, and which of them: bf16 as it is, anything else as fp32."""
     return (x.contiguous(), "bf16") if x.dtype == torch.bfloat16 else (x.to(torch.float32).contiguous(), "fp32")
 
 
-def unscaled_product(codes: Tensor, scales: Tensor, other_codes: Tensor, other_scales: Tensor) -> Tensor:
-    """[..., M, K] x [N, K], or [B, M, K] x [B, N, K], without the tensors' scales: fp32 [..., M, N].
+def product(
+    codes: Tensor,
+    scales: Tensor,
+    other: Tensor,
+    other_scales: Tensor,
+    alpha: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    kernels: Any = None,
+) -> Tensor:
+    """``alpha * decode(a) @ decode(b)^T + bias``, [..., M, K] x [N, K] or [B, M, K] x [B, N, K], rounded to ``dtype``.
 
-    Decoded operands are exact in BF16, so where the CPU multiplies BF16 and adds in FP32, nothing is lost to it.
+    Blocks of 16 are summed exactly and added in order in fp32: the same bits for any instruction set and number of
+    threads. ``alpha`` and ``bias`` are applied in fp32.
+
+    ``kernels``: other ones than `library`'s, for tests.
     """
-    lhs, rhs = decode_unscaled(codes, scales), decode_unscaled(other_codes, other_scales)
-    gemm = bf16_gemm()
-    sizes = (*lhs.shape, rhs.shape[-2])
-    if gemm is None or not all(0 < size < 2**31 for size in (*sizes, lhs.numel() // max(lhs.shape[-1], 1))):
-        lhs, rhs = lhs.float(), rhs.float()
-        return torch.matmul(lhs, rhs.mT) if rhs.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
-    out = torch.empty((*lhs.shape[:-1], rhs.shape[-2]), dtype=torch.float32)
-    n, k = rhs.shape[-2:]
-    for a, b, c in zip(lhs, rhs, out, strict=True) if rhs.dim() > 2 else ((lhs, rhs, out),):
-        rows = a.numel() // k
-        gemm(rows, n, k, a.data_ptr(), b.data_ptr(), c.data_ptr())
+    kernels = kernels or library()
+    if kernels is None or dtype not in _KINDS or (bias is not None and bias.dtype not in _KINDS):
+        return _plain_product(codes, scales, other, other_scales, alpha, bias, dtype)
+    out = torch.empty((*codes.shape[:-1], other.shape[-2]), dtype=dtype)
+    a, a_scales, b, b_scales = (t.contiguous() for t in (codes, scales, other, other_scales))
+    batches = zip(a, a_scales, b, b_scales, out, strict=True) if other.dim() > 2 else [(a, a_scales, b, b_scales, out)]
+    shift, kind = (None, 0) if bias is None else (bias.contiguous(), _KINDS[bias.dtype])
+    for operands in batches:
+        *sources, target = (t.data_ptr() for t in operands)
+        n, blocks = operands[3].shape[-2:]
+        rows = operands[4].numel() // n if n else 0
+        kernels.fp4_multiply(
+            *sources,
+            None if shift is None else shift.data_ptr(),
+            kind,
+            alpha,
+            target,
+            _KINDS[dtype],
+            rows,
+            n,
+            blocks,
+            torch.get_num_threads(),
+        )
     return out
+
+
+def _plain_product(
+    codes: Tensor, scales: Tensor, other: Tensor, other_scales: Tensor, alpha: float, bias: Any, dtype: torch.dtype
+) -> Tensor:
+    lhs, rhs = (decode_unscaled(*operand).float() for operand in ((codes, scales), (other, other_scales)))
+    with torch.autocast("cpu", enabled=False):
+        result = torch.matmul(lhs, rhs.mT) if rhs.dim() > 2 else torch.nn.functional.linear(lhs, rhs)
+    result = result.mul_(alpha)
+    return (result if bias is None else result.add_(bias)).to(dtype)
 
 
 def decode_unscaled(codes: Tensor, scales: Tensor) -> Tensor:
@@ -105,23 +161,3 @@ def decode_unscaled(codes: Tensor, scales: Tensor) -> Tensor:
     out = torch.empty((*codes.shape[:-1], codes.shape[-1] * 2), dtype=torch.bfloat16)
     kernels.fp4_decode(codes.data_ptr(), scales.data_ptr(), scales.numel(), out.data_ptr())
     return out
-
-
-@functools.cache
-def bf16_gemm() -> Callable[[int, int, int, int, int, int], None] | None:
-    """MKL's ``C[M, N] = A[M, K] B[N, K]^T``, BF16 operands and an FP32 result; None where torch has no MKL."""
-    from fp4_compile._torch_compat import torch_cpu_library
-
-    row_major, as_is, transposed = 101, 111, 112
-    try:
-        function = torch_cpu_library().cblas_gemm_bf16bf16f32
-    except (AttributeError, OSError):
-        return None
-    integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    function.restype = None
-    function.argtypes = [integer] * 6 + [real, pointer, integer, pointer, integer, real, pointer, integer]
-
-    def gemm(m: int, n: int, k: int, a: int, b: int, c: int) -> None:
-        function(row_major, as_is, transposed, m, n, k, 1.0, a, k, b, k, 0.0, c, n)
-
-    return gemm

@@ -1,5 +1,10 @@
 // What training adds: random bits, stochastic rounding, 16x16 tiles and their transposes, Hadamard transforms, MXFP4.
-// Follows cpu_kernels.cpp in one translation unit, and the same rule: fp4_compile/numerics, bit for bit.
+// fp4_compile/numerics, bit for bit.
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("tree-loop-vectorize")
+#endif
 
 namespace {
 
@@ -166,13 +171,6 @@ void mx_quantize(const T* x, int64_t rows, int64_t k, int stochastic, uint64_t s
   }
 }
 
-inline uint16_t bf16_of(float f) {
-  uint32_t u = bits_of(f);
-  if (f != f) return 0x7fc0;
-  u += 0x7fff + ((u >> 16) & 1);
-  return static_cast<uint16_t>(u >> 16);
-}
-
 constexpr int LARGEST_HADAMARD = 128, CHUNK = 32;
 
 // x(channel, token) at x[channel * channel_stride + token * token_stride] -> bf16 out [channels, padded tokens].
@@ -298,3 +296,7 @@ extern "C" void fp4_mx_decode(const uint8_t* codes, const uint8_t* scales, int64
     }
   }
 }
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif

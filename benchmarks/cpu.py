@@ -1,0 +1,200 @@
+"""NVFP4 on this CPU beside torch's BF16: products, quantizers, whole models. Tables, and JSON.
+
+    python benchmarks/cpu.py [--quick] [--json PATH]
+
+Everything is timed in turns in one process, and ratios are of medians. Decode rotates through weights of at least
+eight times the last-level cache, so that memory is really read; activations are quantized within the time of a call.
+``--quick``: fewer rounds, two shapes, the encoder at one batch size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import minilm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fp4_compile
+
+ops = torch.ops.fp4
+DECODE = ((4096, 4096), (14336, 4096))
+PREFILL = (512, 2048)
+
+
+def cache_bytes() -> int:
+    """The last-level cache."""
+    return max(os.sysconf(f"SC_LEVEL{i}_CACHE_SIZE") for i in (2, 3))
+
+
+def turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of calls that take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i:
+                times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    amax = ops.amax(x)
+    return (*ops.quantize(x, amax), amax)
+
+
+def linear(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
+    """One layer as a compiled model runs it: the weight quantized before, the activation here."""
+    return ops.scaled_mm(*quantized(x), *weight, None, x.dtype)
+
+
+def stream() -> float:
+    """Bytes a second of reading memory, on all threads."""
+    data = torch.ones(max(8 * cache_bytes(), 2**28) // 4)
+    return 4 * data.numel() / turns({"sum": data.sum}, 7)["sum"]
+
+
+def decode(rows: int, n: int, k: int, rounds: int, bandwidth: float) -> dict[str, float]:
+    """A few rows by weights that no cache holds."""
+    count = -(-8 * cache_bytes() // (n * k * 9 // 16))
+    packed = [quantized(torch.randn(n, k).bfloat16()) for _ in range(count)]
+    plain = [torch.randn(n, k).bfloat16() for _ in range(max(2, -(-8 * cache_bytes() // (2 * n * k))))]
+    x = torch.randn(rows, k).bfloat16()
+    seconds = turns(
+        {
+            "nvfp4": lambda: [linear(x, weight) for weight in packed],
+            "bf16": lambda: [F.linear(x, weight) for weight in plain],
+        },
+        rounds,
+    )
+    ours, theirs = seconds["nvfp4"] / len(packed), seconds["bf16"] / len(plain)
+    return {
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "nvfp4_ms": ours * 1e3,
+        "bf16_ms": theirs * 1e3,
+        "speedup": theirs / ours,
+        "share_of_stream": n * k * 9 / 16 / ours / bandwidth,
+    }
+
+
+def prefill(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
+    """Many rows, and what of it is quantizing."""
+    weight = torch.randn(n, k).bfloat16()
+    packed, x = quantized(weight), torch.randn(rows, k).bfloat16()
+    activation = quantized(x)
+    seconds = turns(
+        {
+            "nvfp4": lambda: linear(x, packed),
+            "bf16": lambda: F.linear(x, weight),
+            "quantize": lambda: quantized(x),
+            "product": lambda: ops.scaled_mm(*activation, *packed, None, torch.bfloat16),
+        },
+        rounds,
+    )
+    return {
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "nvfp4_ms": seconds["nvfp4"] * 1e3,
+        "bf16_ms": seconds["bf16"] * 1e3,
+        "speedup": seconds["bf16"] / seconds["nvfp4"],
+        "quantizer_share": seconds["quantize"] / seconds["product"],
+    }
+
+
+def models(quick: bool) -> list[dict[str, Any]]:
+    """Whole models in BF16: nvfp4 and Inductor in turns."""
+    rows = []
+    encoder = minilm.load_encoder(torch.bfloat16)
+    texts = minilm.Texts().all
+    for size in (8,) if quick else (1, 8, 64):
+        batch = minilm.batches(texts[:size], size)[0]
+        rows.append(compare(f"encoder, batch {size}", encoder, batch, size * minilm.TOKENS, 5 if quick else 11))
+    if not quick:
+        import smollm2
+
+        model, tokenizer = smollm2.load()
+        model.bfloat16()
+        ids = smollm2.batches(tokenizer, 1)[0]["input_ids"][:1]
+        for name, tokens in (("SmolLM2 prefill, 256 tokens", 256), ("SmolLM2 decode, 1 token, no history", 1)):
+            batch = {"input_ids": ids[:, :tokens], "use_cache": False}
+            rows.append(compare(name, model, batch, tokens, 11))
+    return rows
+
+
+def compare(name: str, model: Any, batch: dict[str, Any], tokens: int, rounds: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    ours = torch.compile(model, backend="nvfp4", dynamic=False)
+    planned = torch.compile(model, backend="nvfp4", dynamic=False, options={"target": "cpu"})
+    theirs = torch.compile(model, dynamic=False)
+    with torch.no_grad():
+        seconds = turns(
+            {"nvfp4": partial(ours, **batch), "target": partial(planned, **batch), "bf16": partial(theirs, **batch)},
+            rounds,
+        )
+        plan = fp4_compile.explain(model, **batch, options={"target": "cpu"}).plan
+    return {
+        "model": name,
+        "nvfp4_tokens_s": tokens / seconds["nvfp4"],
+        "target_tokens_s": tokens / seconds["target"],
+        "bf16_tokens_s": tokens / seconds["bf16"],
+        "speedup": seconds["bf16"] / seconds["nvfp4"],
+        "target_speedup": seconds["bf16"] / seconds["target"],
+        "target_sites": f"{len(plan.select(fp4_compile.Precision.NVFP4))}/{len(plan)}",
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Columns of a list of like rows."""
+    cells = [list(rows[0])] + [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes")
+    parser.add_argument("--json", metavar="PATH", help="write the numbers there")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    torch.manual_seed(0)
+    bandwidth = stream()
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "stream_gb_s": bandwidth / 1e9,
+        "cache_mib": cache_bytes() / 2**20,
+    }
+    print(f"{result['threads']} threads, {result['stream_gb_s']:.1f} GB/s read, cache {result['cache_mib']:.0f} MiB\n")
+    shapes = DECODE[:1] if quick else DECODE
+    result["decode"] = [decode(m, n, k, 3 if quick else 9, bandwidth) for n, k in shapes for m in (1, 4)]
+    print(table(result["decode"]), "\n", flush=True)
+    result["prefill"] = [prefill(m, 4096, 4096, 3 if quick else 7) for m in (PREFILL[:1] if quick else PREFILL)]
+    result["prefill"].append(prefill(2048, 2048, 2048, 3 if quick else 7))
+    print(table(result["prefill"]), "\n", flush=True)
+    result["decode_speedup"] = min(row["speedup"] for row in result["decode"])
+    result["prefill_speedup"] = min(row["speedup"] for row in result["prefill"] if row["n"] == 4096)
+    result["quantizer_share"] = result["prefill"][-1]["quantizer_share"]
+    result["models"] = models(quick)
+    print(table(result["models"]))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The CPU's kernels: every instruction set gives the bits of the definition, with any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4_compile import numerics
+from fp4_compile.codegen import cpu
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SHAPES = [
+    # rows, outputs, blocks: below, at and beyond the tiles of the kernels
+    (1, 16, 1),
+    (1, 1, 3),
+    (2, 48, 150),
+    (3, 33, 5),
+    (9, 5, 200),
+    (17, 64, 64),
+    (40, 100, 70),
+    (300, 17, 130),
+]
+
+
+@pytest.fixture(scope="module", params=[None, 1, 0], ids=["best", "AVX2", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    return cpu.build(request.param)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random_operand(rows: int, blocks: int) -> tuple[Tensor, Tensor]:
+    codes = torch.randint(0, 256, (rows, blocks * 8), dtype=torch.uint8)
+    return codes, torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def product_by_definition(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, alpha: float, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Blocks one after the other: an exact sum of 16, times both scales, added in fp32."""
+    left, right = (numerics.decode_e2m1(numerics.unpack(codes)).double().unflatten(-1, (-1, 16)) for codes in (a, b))
+    total = torch.zeros(len(a), len(b))
+    for i in range(a_scales.shape[1]):
+        dots = (left[:, i] @ right[:, i].T).float()
+        total += dots * a_scales[:, i, None].float() * b_scales[None, :, i].float()
+    total = total * torch.tensor(alpha)
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(3), want.nan_to_num(3))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_the_definition_bit_for_bit(kernels: Any, threads: int, shape: tuple[int, int, int]) -> None:
+    rows, outputs, blocks = shape
+    a, b = random_operand(rows, blocks), random_operand(outputs, blocks)
+    if rows == 40:
+        a[1].view(torch.uint8)[3, 2] = b[1].view(torch.uint8)[5, 6] = 0x7F
+    alpha = 0.37e-3
+    for dtype in KINDS:
+        for bias in (None, torch.randn(outputs), torch.randn(outputs).bfloat16(), torch.randn(outputs).half()):
+            got = cpu.product(*a, *b, alpha, bias, dtype, kernels)
+            assert same(got, product_by_definition(*a, *b, alpha, bias, dtype)), (dtype, bias is not None)
+
+
+def test_large_products_overflow_as_their_type_does(kernels: Any) -> None:
+    a = torch.full((3, 64), 0x77, dtype=torch.uint8), torch.full((3, 8), 448.0).to(torch.float8_e4m3fn)
+    for dtype in KINDS:
+        assert same(cpu.product(*a, *a, 1.0, None, dtype, kernels), product_by_definition(*a, *a, 1.0, None, dtype))
+    assert cpu.product(*a, *a, 1.0, None, torch.float16, kernels).isinf().all()
+    assert same(cpu.product(*a, *a, float("nan"), None, torch.bfloat16, kernels), torch.full((3, 3), torch.nan))
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 4), (5, 0, 4), (5, 16, 0)], ids=str)
+def test_nothing_to_multiply(kernels: Any, shape: tuple[int, int, int]) -> None:
+    rows, outputs, blocks = shape
+    bias = torch.randn(outputs)
+    got = cpu.product(
+        *random_operand(rows, blocks), *random_operand(outputs, blocks), 1.0, bias, torch.float32, kernels
+    )
+    assert torch.equal(got, bias.expand(rows, outputs))
+
+
+def test_batches_and_leading_dimensions(kernels: Any) -> None:
+    a, b = random_operand(15, 6), random_operand(40, 6)
+    want = product_by_definition(*a, *b, 1.0, None, torch.float32)
+    lead = [t.unflatten(0, (3, 5)) for t in a]
+    assert torch.equal(cpu.product(*lead, *b, 1.0, None, torch.float32, kernels).flatten(0, 1), want)
+    batched = [t.unflatten(0, (5, 8)) for t in b]
+    rows = [t.unflatten(0, (5, 3)) for t in a]
+    got = cpu.product(*rows, *batched, 1.0, None, torch.float32, kernels)
+    for i in range(5):
+        assert torch.equal(got[i], want[3 * i : 3 * i + 3, 8 * i : 8 * i + 8])
+
+
+def misaligned(t: Tensor) -> Tensor:
+    """The same numbers, one element off from where an allocation starts."""
+    room = torch.empty(t.numel() + 1, dtype=t.dtype)
+    moved = room[1:].view(t.shape)
+    return moved.copy_(t)
+
+
+def test_misaligned_operands(kernels: Any) -> None:
+    a, b, bias = random_operand(19, 37), random_operand(35, 37), torch.randn(35).bfloat16()
+    want = product_by_definition(*a, *b, 0.5, bias, torch.bfloat16)
+    moved = [misaligned(t.view(torch.uint8)).view(t.dtype) for t in (*a, *b)]
+    assert same(cpu.product(*moved, 0.5, misaligned(bias), torch.bfloat16, kernels), want)
+
+
+def hard(rows: int, k: int) -> Tensor:
+    x = torch.randn(rows, k) * torch.exp(3 * torch.randn(rows, 1))
+    if rows > 4:
+        x[0, k // 2], x[1], x[2], x[4, k - 1] = torch.nan, 0, x[2] * 1e-30, torch.inf
+    return x
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 100), (130, 400), (3, 4099), (600, 272), (5, 1)], ids=str)
+def test_quantizers_are_the_definition_byte_for_byte(
+    kernels: Any, threads: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    rows, k = shape
+    for x in (hard(rows, k).to(dtype), misaligned(hard(rows, k).to(dtype)), torch.randn(rows, k).to(dtype)):
+        amax = numerics.tensor_amax(x)
+        codes, scales, _ = numerics.quantize_1x16(x, amax)
+        got, got_scales = torch.full_like(codes, 99), torch.full(scales.shape, 99, dtype=torch.uint8)
+        bits = kernels.fp4_amax_bits(x.data_ptr(), x.numel(), KINDS[dtype], threads)
+        assert torch.equal(numerics.tensor_amax(torch.tensor(bits, dtype=torch.int32).view(torch.float32)), amax)
+        encode = float(numerics.encode_scale(amax))
+        pointers = (got.data_ptr(), got_scales.data_ptr())
+        kernels.fp4_quantize_1x16(x.data_ptr(), rows, k, KINDS[dtype], encode, *pointers, threads)
+        assert torch.equal(got_scales, scales.view(torch.uint8))
+        assert torch.equal(got, codes)
+
+
+def test_every_bf16_number_is_quantized_to_the_reference_bytes(kernels: Any) -> None:
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = values[values.isfinite()].sort().values.reshape(-1, 64)
+    amax = torch.tensor(3.0)
+    codes, scales, _ = numerics.quantize_1x16(x, amax)
+    got, got_scales = torch.empty_like(codes), torch.empty(scales.shape, dtype=torch.uint8)
+    pointers = (got.data_ptr(), got_scales.data_ptr())
+    kernels.fp4_quantize_1x16(x.data_ptr(), *x.shape, 1, float(numerics.encode_scale(amax)), *pointers, 1)
+    assert torch.equal(got_scales, scales.view(torch.uint8))
+    assert torch.equal(got, codes)
