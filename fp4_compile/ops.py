@@ -80,17 +80,44 @@ def _quantize_fake(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: 
     return codes, x.new_empty((*lead, _padded(k) // BLOCK), dtype=torch.float8_e4m3fn)
 
 
-def _quantize_rows(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x))
+def random_bytes_of(x: Tensor, seed: Tensor, stream: int) -> Tensor:
+    """The bytes by which the elements of ``x`` are rounded stochastically, uint8 of its shape."""
+    return cpu_training.random_bytes(x, seed, stream, BLOCK)
+
+
+def _quantize_rows(
+    x: Tensor, swizzled: bool, hadamard: int = 0, seed: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    if hadamard:
+        x = numerics.random_hadamard(x, -1, hadamard)
+    drawn = None if seed is None else random_bytes_of(x, seed, stream)
+    codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
     return codes, numerics.swizzle_scales(scales) if swizzled else scales, amax
 
 
-def _quantize_rows_fake(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_rows_fake(
+    x: Tensor, swizzled: bool, hadamard: int = 0, seed: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     shape = (rows, _padded(k) // BLOCK)
     codes = x.new_empty((rows, _padded(k) // 2), dtype=torch.uint8)
     scales = x.new_empty(numerics.swizzled_shape(*shape) if swizzled else shape, dtype=torch.float8_e4m3fn)
     return codes, scales, x.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _quantize_tiles(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes, scales, _ = numerics.quantize_16x16(w, amax)
+    turned, turned_scales = numerics.transpose_16x16(codes, scales, w.shape[-1])
+    return codes, numerics.swizzle_scales(scales), turned, numerics.swizzle_scales(turned_scales)
+
+
+def _quantize_tiles_fake(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results: list[Tensor] = []
+    for rows, k in (w.shape, w.shape[::-1]):
+        shape = numerics.swizzled_shape(rows, _padded(k) // BLOCK)
+        results.append(w.new_empty((rows, _padded(k) // 2), dtype=torch.uint8))
+        results.append(w.new_empty(shape, dtype=torch.float8_e4m3fn))
+    return results[0], results[1], results[2], results[3]
 
 
 def _swizzle_fake(scales: Tensor) -> Tensor:
@@ -186,13 +213,22 @@ quantize = define(
 """[..., K] -> codes u8 [..., ceil(K/16)*8] (two a byte, even element low) and scales e4m3 [..., ceil(K/16)]."""
 
 quantize_rows = define(
-    "quantize_rows(Tensor x, bool swizzled) -> (Tensor codes, Tensor scales, Tensor amax)",
+    "quantize_rows(Tensor x, bool swizzled, int hadamard=0, Tensor? seed=None, int stream=0) "
+    "-> (Tensor codes, Tensor scales, Tensor amax)",
     _quantize_rows,
     _quantize_rows_fake,
 )
 """[M, K] -> codes and scales as `quantize` in blocks of 1x16, with an amax of its own for every row, fp32 [M, 1].
 
-``swizzled``: scales in the order tensor cores read them, as `numerics.swizzle_scales` gives them."""
+``swizzled``: scales in the order tensor cores read them, as `numerics.swizzle_scales` gives them. ``hadamard``: the
+size of a transform before, 16 or none. With a ``seed`` it rounds as `quantize_stochastic`."""
+
+quantize_tiles = define(
+    "quantize_tiles(Tensor w, Tensor amax) -> (Tensor codes, Tensor scales, Tensor turned, Tensor turned_scales)",
+    _quantize_tiles,
+    _quantize_tiles_fake,
+)
+"""[R, K] in tiles of 16x16, as `quantize` has them, and as `transpose` turns them; both with swizzled scales."""
 
 swizzle = define("swizzle(Tensor scales) -> Tensor", numerics.swizzle_scales, _swizzle_fake)
 """`numerics.swizzle_scales`."""

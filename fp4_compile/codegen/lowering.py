@@ -1,5 +1,7 @@
 """How Inductor turns the ``fp4`` operators into kernels for a GPU.
 
+    fp4.amax            a reduction of Inductor's
+    fp4.quantize_tiles  a template
     fp4.quantize_rows   a template whose producer (pointwise) Inductor computes inside
     fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside
     fp4.weight_mm       the same, of a high-precision activation and a quantized weight
@@ -15,10 +17,11 @@ from typing import Any
 
 import torch
 
-from fp4_compile import ops
+from fp4_compile import numerics, ops
 from fp4_compile._torch_compat import inductor
 from fp4_compile.codegen.triton import KernelTemplate
 
+aten = torch.ops.aten
 BLOCK = ops.BLOCK
 
 
@@ -26,7 +29,9 @@ BLOCK = ops.BLOCK
 def register_lowerings() -> None:
     """Teach Inductor the operators, once a process."""
     for op, lower in (
+        (ops.amax, _amax),
         (ops.quantize_rows, _quantize_rows),
+        (ops.quantize_tiles, _quantize_tiles),
         (ops.scaled_mm, _scaled_mm),
         (ops.weight_mm, _weight_mm),
     ):
@@ -45,23 +50,64 @@ def _register(op: Any, lower: Callable[..., Any]) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(dispatch)
 
 
-def _quantize_rows(x: Any, swizzled: bool) -> tuple[Any, Any, Any]:
+def _amax(x: Any) -> Any:
+    """`fp4_compile.numerics.tensor_amax`."""
+    if _hint(functools.reduce(lambda a, b: a * b, x.get_size(), 1)) == 0:
+        return None
+    lower = inductor().lowering.lowerings
+    magnitude = lower[aten.abs.default](inductor().lowering.to_dtype(x, torch.float32))
+    finite = lower[aten.where.self](lower[aten.lt.Scalar](magnitude, float("inf")), magnitude, 0.0)
+    largest = lower[aten.amax.default](finite, list(range(len(x.get_size()))), False)
+    raised = lower[aten.clamp_min.default](largest, numerics.LEAST_AMAX)
+    return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)
+
+
+def _quantize_rows(x: Any, swizzled: bool, hadamard: int = 0, seed: Any = None, stream: int = 0) -> Any:
     from fp4_compile.codegen.triton.configs import row_quantizer_configs
     from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
-    from fp4_compile.numerics import swizzled_shape
 
-    parts = inductor()
     device, (rows, k) = x.get_device(), x.get_size()
     blocks = (k + BLOCK - 1) // BLOCK
     x = _rows_in_order(x)
     _fuse_producer(x)
-    scales = _empty(swizzled_shape(rows, blocks) if swizzled else (rows, blocks), torch.float8_e4m3fn, device)
-    amax = _empty((rows, 1), torch.float32, device)
-    inputs = [x, *map(_realized, (scales, amax))]
+    written = [_empty_scales(rows, blocks, device, swizzled), _empty((rows, 1), torch.float32, device)]
+    config, *_ = row_quantizer_configs(_hint(rows), _hint(k), _sm(device), swizzled, seed is not None)
+    config = {**config, "HADAMARD": hadamard}
+    read = [x]
+    if seed is not None:
+        config["STREAM"] = stream
+        read.append(_realized(seed))
+    return _quantizer(QUANTIZE_ROWS, config, read, written, (rows, blocks), k)
+
+
+def _quantize_tiles(w: Any, amax: Any) -> Any:
+    from fp4_compile.codegen.triton.configs import hardware
+    from fp4_compile.codegen.triton.tiles import QUANTIZE_TILES
+
+    device, (rows, k) = w.get_device(), w.get_size()
+    blocks, row_blocks = ((size + BLOCK - 1) // BLOCK for size in (k, rows))
+    w = _rows_in_order(w)
+    _fuse_producer(w)
+    written = [
+        _empty_scales(rows, blocks, device, True),
+        _empty((k, row_blocks * (BLOCK // 2)), torch.uint8, device),
+        _empty_scales(k, row_blocks, device, True),
+    ]
+    config = {"num_warps": 4, "num_stages": 1, **hardware(_sm(device))}
+    return _quantizer(QUANTIZE_TILES, config, [w, _realized(amax)], written, (rows, blocks), k)
+
+
+def _quantizer(
+    template: KernelTemplate, config: dict[str, Any], read: list[Any], written: list[Any], sizes: Any, k: Any
+) -> tuple[Any, ...]:
+    """Codes, and what the template writes into its arguments."""
+    parts = inductor()
+    rows, blocks = sizes
+    device = read[0].get_device()
+    targets = [_realized(tensor) for tensor in written]
     layout = parts.ir.FixedLayout(device, torch.uint8, [rows, blocks * (BLOCK // 2)])
-    config, *_ = row_quantizer_configs(_hint(rows), _hint(k), _sm(device), swizzled)
     choices: list[Any] = []
-    _append(choices, QUANTIZE_ROWS, config, inputs, layout, mutated_inputs=inputs[1:])
+    _append(choices, template, config, [*read, *targets], layout, mutated_inputs=targets)
     [choice] = choices
     codes = _quantizer_buffer()(
         layout=choice.layout,
@@ -71,7 +117,12 @@ def _quantize_rows(x: Any, swizzled: bool) -> tuple[Any, Any, Any]:
         allowed_prologue_inps=choice.allowed_prologue_inps,
     )
     codes.annotations["fp4_quantizes"] = (_hint(rows), _hint(k))
-    return parts.ir.TensorBox.create(codes), scales, amax
+    return (parts.ir.TensorBox.create(codes), *written)
+
+
+def _empty_scales(rows: Any, blocks: Any, device: torch.device, swizzled: bool) -> Any:
+    shape = numerics.swizzled_shape(rows, blocks) if swizzled else (rows, blocks)
+    return _empty(shape, torch.float8_e4m3fn, device)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from fp4_compile.numerics.random_bits import philox_bytes
 from fp4_compile.numerics.scaling import (
     E4M3_MAX,
     FOUR_OVER_SIX_BOUND,
+    LEAST_AMAX,
     NVFP4_BLOCK,
     block_scales,
     encode_scale,
@@ -51,6 +52,7 @@ __all__ = [
     "FOUR_OVER_SIX_BOUND",
     "HADAMARD_SIZE",
     "HADAMARD_SIZES",
+    "LEAST_AMAX",
     "MXFP4_BLOCK",
     "NVFP4_BLOCK",
     "block_scales",

@@ -22,7 +22,7 @@ FOUR_OVER_SIX_BOUND = 256.0
 """Largest map-to-six scale under four-over-six: 1.5 times it is still an E4M3 value (arXiv:2512.02010)."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_LEAST_AMAX = E2M1_MAX * E4M3_MAX * 2.0**-128  # exact in float32, and its encode scale still overflows
+LEAST_AMAX = E2M1_MAX * E4M3_MAX * 2.0**-128  # exact in float32, and its encode scale still overflows
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def tensor_amax(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0))
     amax = torch.maximum(low.abs(), high.abs()).to(torch.float32)
-    return torch.where(amax > 0.0, amax.clamp_min(_LEAST_AMAX), 0.0)
+    return torch.where(amax > 0.0, amax.clamp_min(LEAST_AMAX), 0.0)
 
 
 def row_amax(x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def row_amax(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         return torch.zeros((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     amax = x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
-    raised = torch.where(amax > 0.0, amax.clamp_min(_LEAST_AMAX), amax)
+    raised = torch.where(amax > 0.0, amax.clamp_min(LEAST_AMAX), amax)
     return torch.where(torch.isinf(amax), torch.nan, raised)
 
 

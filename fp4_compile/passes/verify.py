@@ -21,6 +21,7 @@ _QUANTIZERS = (
     ops.quantize,
     ops.quantize_rows,
     ops.quantize_stochastic,
+    ops.quantize_tiles,
     ops.transpose,
     torch.ops.aten.reshape.default,
 )

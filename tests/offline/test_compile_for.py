@@ -152,7 +152,9 @@ def test_a_training_step_has_forward_and_backward():
         gemms = [k for k in result.summary.of(part).kernels if k.role == "fp4 gemm"]
         assert sum(k.launches for k in gemms) == count
         assert all(k.instructions["mma.sync mxf4nvf4"] and not k.faults for k in gemms)
-    assert not any("mm" in k.name for k in result.summary.kernels if k.role == "library")
+    # What is left to libraries draws the step's seed.
+    library = {k.name for k in result.summary.kernels if k.role == "library"}
+    assert library <= {"aten.randint.low_out", "fp4.rank_seed.default"}
 
 
 def test_an_older_gpu_reads_packed_weights():

@@ -103,6 +103,7 @@ _TRITON_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 

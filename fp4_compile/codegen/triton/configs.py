@@ -21,14 +21,15 @@ _WIDEST_TILE = 8192
 
 def hardware(sm: int) -> Config:
     """Return the constants that say which conversions a target has (PTX ISA, ``cvt``)."""
-    return {"HARDWARE_E2M1": sm >= 100, "HARDWARE_E4M3": sm >= 89}
+    return {"HARDWARE_E2M1": sm >= 100, "HARDWARE_E4M3": sm >= 89, "HARDWARE_RS": sm in (100, 103)}
 
 
-def row_quantizer_configs(rows: int, k: int, sm: int, swizzled: bool) -> list[Config]:
+def row_quantizer_configs(rows: int, k: int, sm: int, swizzled: bool, stochastic: bool = False) -> list[Config]:
     """Return candidates for `QUANTIZE_ROWS` and `QUANTIZE_RMS_NORM`, for ``rows`` (a hint) by ``k``."""
     candidates = []
-    for parts in (4, 2, 1):
-        cols = max(32, _power_of_two(-(-k // parts)))
+    for parts in (2, 1) if stochastic else (4, 2, 1):  # random bits need registers
+        # A swizzled tile has the scales of 64 columns, padding included.
+        cols = max(64 if swizzled else 32, _power_of_two(-(-k // parts)))
         used = -(-k // cols)
         if cols > _WIDEST_TILE:
             continue
@@ -43,7 +44,7 @@ def row_quantizer_configs(rows: int, k: int, sm: int, swizzled: bool) -> list[Co
         candidates = [{"ROWS": 1, "COLS": cols, "PARTS": 0, "num_warps": cols // 1024} for cols in (8192, 4096)]
     if rows * k < 1 << 20:
         candidates.reverse()
-    constants = {"SWIZZLED": swizzled, "num_stages": 1, **hardware(sm)}
+    constants = {"SWIZZLED": swizzled, "HADAMARD": 0, "STOCHASTIC": stochastic, "num_stages": 1, **hardware(sm)}
     return [{**candidate, **constants} for candidate in candidates]
 
 

@@ -1,10 +1,15 @@
 """Inline PTX of the quantizers, and its exact twin in integer arithmetic for GPUs without the instructions.
 
 All of it is Triton text: `HELPERS` follows a kernel's body in its template. Jinja constants choose:
-``HARDWARE_E2M1`` (sm_100, 103, 120, 121), ``HARDWARE_E4M3`` (sm_89 on), ``STOCHASTIC``.
+``HARDWARE_E2M1`` (sm_100, 103, 120, 121), ``HARDWARE_E4M3`` (sm_89 on), ``HARDWARE_RS`` (stochastic rounding: sm_100,
+103), ``STOCHASTIC``, ``HADAMARD``.
 """
 
 from __future__ import annotations
+
+import torch
+
+from fp4_compile.numerics import hadamard_signs
 
 # rcp.approx is within 1 ulp (PTX ISA), and from there one Newton step in FMAs gives the correctly rounded
 # reciprocal of every normal float but those whose mantissa is all ones: they may miss the last bit, which is then
@@ -164,6 +169,49 @@ def _to_e2m1(x, inverse):
         dtype=tl.int32, is_pure=True, pack=1)
 """
 
+_TO_E2M1_STOCHASTIC_HARDWARE = """
+@triton.jit
+def _to_e2m1_stochastic(x, inverse, random_0, random_1):
+    return tl.inline_asm_elementwise(
+        "<TO_E2M1_STOCHASTIC>", "=r,f,f,f,f,f,f,f,f,r,r",
+        [x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse,
+         x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse, random_0, random_1],
+        dtype=tl.int32, is_pure=True, pack=1)
+"""
+
+_TO_E2M1_STOCHASTIC_SOFTWARE = """
+@triton.jit
+def _to_e2m1_stochastic(x, inverse, random_0, random_1):
+    low = _dithered(x[0] * inverse, random_0) | (_dithered(x[1] * inverse, random_0 >> 8) << 4)
+    low |= (_dithered(x[2] * inverse, random_0 >> 16) << 8) | (_dithered(x[3] * inverse, random_0 >> 24) << 12)
+    high = _dithered(x[4] * inverse, random_1) | (_dithered(x[5] * inverse, random_1 >> 8) << 4)
+    high |= (_dithered(x[6] * inverse, random_1 >> 16) << 8) | (_dithered(x[7] * inverse, random_1 >> 24) << 12)
+    return low | (high << 16)
+
+
+@triton.jit
+def _dithered(y, random):
+    # A random byte's share of the step is added, and what lies beyond a half of the binade cut off.
+    magnitude = tl.where(y == y, tl.minimum(tl.abs(y), 6.0), 6.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
+    step = binade.to(tl.float32, bitcast=True) * 0.001953125
+    dithered = magnitude + (random & 255).to(tl.int32).to(tl.float32) * step
+    count = (dithered * (0x7F800000 - binade).to(tl.float32, bitcast=True)).to(tl.int32)
+    sign = tl.where(y == y, (y.to(tl.int32, bitcast=True) >> 28) & 8, 0)
+    return (count + ((binade >> 22) - 254)) | sign
+"""
+
+_HADAMARD = """
+@triton.jit
+def _hadamard16(a, b):
+    # Signs, then neighbours, pairs of pairs, and so on, as `fp4_compile.numerics.random_hadamard` adds.
+    <SIGNED>
+    <BUTTERFLIES>
+    a = (<FIRST>)
+    b = (<SECOND>)
+    return _round8(a, tl.bfloat16), _round8(b, tl.bfloat16)
+"""
+
 _TO_E2M1_SOFTWARE = """
 @triton.jit
 def _to_e2m1(x, inverse):
@@ -172,8 +220,9 @@ def _to_e2m1(x, inverse):
     high = _nibble(x[4] * inverse) | (_nibble(x[5] * inverse) << 4)
     high |= (_nibble(x[6] * inverse) << 8) | (_nibble(x[7] * inverse) << 12)
     return low | (high << 16)
+"""
 
-
+NIBBLE = """
 @triton.jit
 def _nibble(y):
     # E2M1 values lie half a binade apart, and so do floats from 2**22 times the binade on: the sum rounds once.
@@ -183,6 +232,18 @@ def _nibble(y):
     sign = tl.where(y == y, (y.to(tl.int32, bitcast=True) >> 28) & 8, 0)
     return (count + ((binade >> 22) - 254)) | sign
 """
+
+
+def _hadamard() -> str:
+    """The transform of 16 elements in registers, a statement an addition."""
+    values = [f"{half}[{i}]" for half in "ab" for i in range(8)]
+    negative = hadamard_signs(16, torch.device("cpu")) < 0
+    signed = [f"v{i} = {'-' if negative[i] else ''}{value}" for i, value in enumerate(values)]
+    pairs = [(i, i + half) for half in (1, 2, 4, 8) for i in range(16) if not i & half]
+    steps = [f"v{low}, v{high} = v{low} + v{high}, v{low} - v{high}" for low, high in pairs]
+    halves = [", ".join(f"v{i} * 0.25" for i in range(start, start + 8)) for start in (0, 8)]
+    text = _HADAMARD.replace("<SIGNED>", "\n    ".join(signed)).replace("<BUTTERFLIES>", "\n    ".join(steps))
+    return text.replace("<FIRST>", halves[0]).replace("<SECOND>", halves[1])
 
 
 def _fill(text: str) -> str:
@@ -196,17 +257,32 @@ def _fill(text: str) -> str:
     )
 
 
+_SCALES = "{% if HARDWARE_E4M3 %}" + _TO_E4M3_HARDWARE + "{% else %}" + _TO_E4M3_SOFTWARE + "{% endif %}"
+
 HELPERS = _fill(
     _COMMON
-    + "{% if HARDWARE_E4M3 %}"
-    + _TO_E4M3_HARDWARE
-    + "{% else %}"
-    + _TO_E4M3_SOFTWARE
-    + "{% endif %}{% if HARDWARE_E2M1 %}"
+    + _SCALES
+    + "{% if HARDWARE_E2M1 %}"
     + _AMAX8_HARDWARE
     + _TO_E2M1_HARDWARE
     + "{% else %}"
     + _AMAX8_SOFTWARE
     + _TO_E2M1_SOFTWARE
+    + NIBBLE
     + "{% endif %}"
 )
+"""Of the quantizers of rows."""
+
+TRAINING_HELPERS = _fill(
+    "{% if HADAMARD %}"
+    + _hadamard()
+    + "{% endif %}{% if STOCHASTIC %}{% if HARDWARE_RS %}"
+    + _TO_E2M1_STOCHASTIC_HARDWARE
+    + "{% else %}"
+    + _TO_E2M1_STOCHASTIC_SOFTWARE
+    + "{% endif %}{% endif %}"
+)
+"""What those add in training."""
+
+TILE_HELPERS = _fill(_COMMON + _SCALES + NIBBLE)
+"""Of the quantizer of tiles."""

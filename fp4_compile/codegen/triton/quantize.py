@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4_compile.codegen.triton.kernel_template import KernelTemplate
-from fp4_compile.codegen.triton.ptx import HELPERS
+from fp4_compile.codegen.triton.ptx import HELPERS, TRAINING_HELPERS
 
 _SIZES = """\
     M = {{size("X", 0)}}
@@ -69,6 +69,22 @@ _SPLIT = """\
     halves = halves + (_split8(x.to(tl.float32)),)
 """
 
+_TRANSFORM = """\
+{% if HADAMARD %}
+halves = _hadamard16(halves[0], halves[1]) + _hadamard16(halves[2], halves[3])
+{% endif %}
+"""
+
+_RANDOM_WORDS = """
+{% if STOCHASTIC %}
+@triton.jit
+def _random_words(seed, counter, STREAM: tl.constexpr):
+    # The four words of a block of 16 elements, as `fp4_compile.numerics.philox_bytes` has them.
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, tl.full(low.shape, STREAM, tl.uint32), tl.zeros_like(low))
+{% endif %}
+"""
+
 _AMAX = """\
 amax_0 = _maximum(_amax8(halves[0]), _amax8(halves[1]))
 amax_1 = _maximum(_amax8(halves[2]), _amax8(halves[3]))
@@ -96,8 +112,18 @@ else:
     tl.store(byte_ptr, pair.to(tl.int8), mask=(row < M) & (block < BLOCKS))
     tl.store(byte_ptr + 1, (pair >> 8).to(tl.int8), mask=(row < M) & (block + 1 < BLOCKS))
 {% endif %}
+{% if STOCHASTIC %}
+counter = (row * BLOCKS + block).to(tl.int64)
+random_0 = _random_words(seed, counter, STREAM)
+random_1 = _random_words(seed, counter + 1, STREAM)
+first = tl.join(_to_e2m1_stochastic(halves[0], inverse_0, random_0[0], random_0[1]),
+                _to_e2m1_stochastic(halves[2], inverse_1, random_1[0], random_1[1]))
+second = tl.join(_to_e2m1_stochastic(halves[1], inverse_0, random_0[2], random_0[3]),
+                 _to_e2m1_stochastic(halves[3], inverse_1, random_1[2], random_1[3]))
+{% else %}
 first = tl.join(_to_e2m1(halves[0], inverse_0), _to_e2m1(halves[2], inverse_1))
 second = tl.join(_to_e2m1(halves[1], inverse_0), _to_e2m1(halves[3], inverse_1))
+{% endif %}
 words = tl.join(first, second)
 low = tl.join((words & 0xFF).to(tl.uint8), (words >> 16 & 0xFF).to(tl.uint8))
 high = tl.join((words >> 8 & 0xFF).to(tl.uint8), (words >> 24 & 0xFF).to(tl.uint8))
@@ -133,7 +159,7 @@ _ONE_PASS = (
         col = pieces + part * COLS
         halves = ()
 """
-    + _indent(_QUARTERS + _LOAD + _SPLIT + _AMAX, 8)
+    + _indent(_QUARTERS + _LOAD + _SPLIT + _TRANSFORM + _AMAX, 8)
     + """\
         most = _maximum(most, _maximum(amax_0, amax_1))
         tiles = tiles + ((halves, amax_0, amax_1),)
@@ -203,7 +229,7 @@ def _passes(norm: bool) -> str:
             if norm
             else ""
         )
-        + ("" if norm else _indent(_SPLIT, 12))
+        + ("" if norm else _indent(_SPLIT + _TRANSFORM, 12))
         + f"            if phase == {int(norm)}:\n"
         + _indent(_AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
         + f"            if phase == {int(norm) + 1}:\n"
@@ -217,9 +243,21 @@ def _passes(norm: bool) -> str:
     )
 
 
+_KERNEL = """\
+{% if STOCHASTIC %}
+{{def_kernel("X", "SEED", "SCALES", "AMAX")}}
+    seed = tl.load(SEED)
+{% else %}
+{{def_kernel("X", "SCALES", "AMAX")}}
+{% endif %}
+"""
+
+_NORM_KERNEL = '{{def_kernel("X", "WEIGHT", "SCALES", "AMAX")}}\n'
+
+
 def _row_source(norm: bool) -> str:
     return (
-        ('{{def_kernel("X", "WEIGHT", "SCALES", "AMAX")}}\n' if norm else '{{def_kernel("X", "SCALES", "AMAX")}}\n')
+        (_NORM_KERNEL if norm else _KERNEL)
         + _SIZES
         + _ROWS
         + "    most = tl.zeros((ROWS, PIECES), tl.float32)\n"
@@ -231,6 +269,7 @@ def _row_source(norm: bool) -> str:
         + _passes(norm)
         + "{% endif %}\n"
         + HELPERS
+        + ("" if norm else TRAINING_HELPERS + _RANDOM_WORDS)
     )
 
 
@@ -247,7 +286,8 @@ def _row_programs(m: Any, meta: dict[str, Any], cdiv: Any) -> Any:
 QUANTIZE_ROWS = KernelTemplate("fp4_quantize_rows", _row_source(norm=False), _row_grid)
 """One amax a row, found here. Inputs X, SCALES (written), AMAX (written; f32 ``[M]``, NaN for a row that holds a NaN
 or an Inf). Constants: ``ROWS`` rows a program, in ``PARTS`` tiles of ``COLS`` columns that stay in registers (0: as
-many as it takes, read twice); ``SWIZZLED``; and those of `ptx`."""
+many as it takes, read twice); ``SWIZZLED``; ``HADAMARD`` (16: transformed before, 0: not); ``STOCHASTIC``, and then
+``STREAM`` and behind X the input SEED, int64; and those of `ptx`."""
 
 QUANTIZE_RMS_NORM = KernelTemplate("fp4_quantize_rms_norm", _row_source(norm=True), _row_grid)
 """RMSNorm, then `QUANTIZE_ROWS`: inputs X, WEIGHT ``[K]``, SCALES, AMAX. More constants: ``EPS``; ``HAS_WEIGHT``;

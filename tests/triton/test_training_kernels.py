@@ -1,0 +1,128 @@
+"""Quantizers of training: Hadamard transforms, stochastic rounding, tiles of 16x16; byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels import cdiv, compiled, run, same_bytes
+
+from fp4_compile import numerics
+from fp4_compile.codegen.triton import configs
+from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
+from fp4_compile.codegen.triton.tiles import QUANTIZE_TILES
+from fp4_compile.ops import random_bytes_of
+
+SEED = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64)
+STREAM = 5
+
+
+def quantized(x, sm, hadamard, stochastic, mutate=None):
+    rows, k = x.shape
+    blocks = cdiv(k, 16)
+    config = {**configs.row_quantizer_configs(rows, k, sm, True, stochastic)[0], "HADAMARD": hadamard}
+    scales = torch.full(numerics.swizzled_shape(rows, blocks), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, blocks * 8), 99, dtype=torch.uint8)
+    tensors = {"X": x, "SCALES": scales, "AMAX": amax}
+    if stochastic:
+        config["STREAM"] = STREAM
+        tensors = {"X": x, "SEED": SEED, "SCALES": scales, "AMAX": amax}
+    run(QUANTIZE_ROWS, tensors, codes, config, QUANTIZE_ROWS.grid(rows, blocks * 8, config, cdiv=cdiv), mutate=mutate)
+    return codes, scales.view(torch.uint8), amax
+
+
+def reference(x, hadamard, stochastic):
+    if hadamard:
+        x = numerics.random_hadamard(x, -1, hadamard)
+    drawn = random_bytes_of(x, SEED, STREAM) if stochastic else None
+    codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
+    return codes, numerics.swizzle_scales(scales).view(torch.uint8), amax
+
+
+@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize(("hadamard", "stochastic"), [(16, False), (0, True), (16, True)])
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"), [(130, 96, torch.bfloat16), (5, 200, torch.float32), (3, 9, torch.bfloat16)]
+)
+def test_rows_are_the_reference_byte_for_byte(sm, hadamard, stochastic, rows, k, dtype):
+    x = (torch.randn(rows, k) * torch.exp(2 * torch.randn(rows, 1))).to(dtype)
+    x[0, 0] = torch.nan
+    x[1] = 0
+    assert same_bytes(quantized(x, sm, hadamard, stochastic), reference(x, hadamard, stochastic))
+
+
+@pytest.mark.parametrize(
+    "fault", [("counter + 1, STREAM", "counter, STREAM"), ("random_0[2], random_0[3]", "random_0[3], random_0[2]")]
+)
+def test_faults_of_the_random_bits_are_caught(fault):
+    x = torch.randn(64, 128).bfloat16()
+    assert not same_bytes(quantized(x, 100, 0, True, mutate=fault), reference(x, 0, True))
+
+
+def tiles(w, sm, mutate=None):
+    rows, k = w.shape
+    blocks, row_blocks = cdiv(k, 16), cdiv(rows, 16)
+    scales, turned_scales = (
+        torch.full(numerics.swizzled_shape(*shape), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        for shape in ((rows, blocks), (k, row_blocks))
+    )
+    codes, turned = (torch.full(s, 99, dtype=torch.uint8) for s in ((rows, blocks * 8), (k, row_blocks * 8)))
+    tensors = {
+        "X": w,
+        "AMAX": numerics.tensor_amax(w),
+        "SCALES": scales,
+        "TURNED": turned,
+        "TURNED_SCALES": turned_scales,
+    }
+    config = {"num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
+    grid = QUANTIZE_TILES.grid(rows, blocks * 8, config, cdiv=cdiv)
+    run(QUANTIZE_TILES, tensors, codes, config, grid, mutate=mutate)
+    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8)
+
+
+def tiles_by_reference(w):
+    codes, scales, turned, turned_scales = torch.ops.fp4.quantize_tiles(w, numerics.tensor_amax(w))
+    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8)
+
+
+@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"), [(96, 130, torch.bfloat16), (200, 64, torch.float32), (5, 9, torch.bfloat16)]
+)
+def test_tiles_and_their_transposes_are_the_reference_byte_for_byte(sm, rows, k, dtype):
+    w = (torch.randn(rows, k) * torch.exp(2 * torch.randn(rows, 1))).to(dtype)
+    w[0, 0] = torch.nan
+    w[: rows // 3, k // 2 :] = 0
+    assert same_bytes(tiles(w, sm), tiles_by_reference(w))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [("tl.trans(scales), left", "scales, left"), ("low, high = tl.trans(nibbles)", "high, low = tl.trans(nibbles)")],
+)
+def test_faults_of_the_transpose_are_caught(fault):
+    w = torch.randn(96, 64).bfloat16()
+    assert same_bytes(tiles(w, 100), tiles_by_reference(w))
+    assert not same_bytes(tiles(w, 100, mutate=fault), tiles_by_reference(w))
+
+
+@pytest.mark.parametrize("sm", [100, 103, 120, 121])
+def test_what_they_are_compiled_to(sm):
+    """Sixteen bytes at a time, no spills; stochastic rounding by the target's own instruction where it has one."""
+    x, scales, amax = (
+        torch.empty(1024, 4096).bfloat16(),
+        torch.empty(1024, 256).to(torch.float8_e4m3fn),
+        torch.empty(1024, 1),
+    )
+    codes = torch.empty(1024, 2048, dtype=torch.uint8)
+    config = {**configs.row_quantizer_configs(1024, 4096, sm, True)[0], "HADAMARD": 16}
+    nearest = compiled(QUANTIZE_ROWS, {"X": x, "SCALES": scales, "AMAX": amax}, codes, config, sm)
+    config = {**configs.row_quantizer_configs(1024, 4096, sm, True, True)[0], "HADAMARD": 16, "STREAM": 3}
+    tensors = {"X": x, "SEED": SEED, "SCALES": scales, "AMAX": amax}
+    random = compiled(QUANTIZE_ROWS, tensors, codes, config, sm)
+    assert bool(random.count(r"cvt\.rs\.satfinite\.e2m1x4")) == (sm < 120)
+    config = {"num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
+    tensors = {"X": x, "AMAX": amax, "SCALES": scales, "TURNED": codes, "TURNED_SCALES": scales}
+    for kernel in (nearest, random, compiled(QUANTIZE_TILES, tensors, codes, config, sm)):
+        assert kernel.spills == kernel.stack == 0, kernel.name
+        assert kernel.count(r"ld\.global[.\w]*\.v4\.b32"), kernel.name
+        assert not kernel.count(r"ld\.global[.\w]*\.b16"), kernel.name
