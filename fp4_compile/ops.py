@@ -154,10 +154,11 @@ def _scaled_mm(
             numerics.unswizzle_scales(scales, codes.shape[-2], codes.shape[-1] * 2 // BLOCK)
             for codes, scales in ((a, a_scales), (b, b_scales))
         )
+    if a.device.type == "cpu" and a_amax.dim() == b_amax.dim() == 0:
+        alpha_of_one = cpu.gemm_alpha(a_amax.item(), b_amax.item())
+        return cpu.product(a, a_scales, b, b_scales, alpha_of_one, bias, out_dtype)
     alpha = numerics.gemm_alpha(a_amax, b_amax.mT if b_amax.dim() else b_amax)
     if a.device.type == "cpu":
-        if alpha.dim() == 0:
-            return cpu.product(a, a_scales, b, b_scales, float(alpha), bias, out_dtype)
         return _finished(cpu.product(a, a_scales, b, b_scales, 1.0, None, torch.float32).mul_(alpha), bias, out_dtype)
     lhs, rhs = (numerics.decode_unscaled(*operand, torch.float32) for operand in ((a, a_scales), (b, b_scales)))
     with torch.autocast(a.device.type, enabled=False):

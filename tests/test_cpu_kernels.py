@@ -154,3 +154,18 @@ def test_every_bf16_number_is_quantized_to_the_reference_bytes(kernels: Any) -> 
     kernels.fp4_quantize_1x16(x.data_ptr(), *x.shape, 1, float(numerics.encode_scale(amax)), *pointers, 1)
     assert torch.equal(got_scales, scales.view(torch.uint8))
     assert torch.equal(got, codes)
+
+
+def test_scales_of_tensors_are_the_definitions_numbers() -> None:
+    bits = torch.cat(
+        (torch.randint(0, 0x7F800000, (2000,)), torch.tensor([0, 1, 0x7FFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]))
+    )
+    amaxes = bits.to(torch.int32).view(torch.float32)
+    encoded = torch.tensor([cpu.encode_scale(amax) for amax in amaxes.tolist()])
+    assert same(encoded, numerics.encode_scale(amaxes))
+    others = amaxes[torch.randperm(len(amaxes))]
+    alphas = torch.tensor([cpu.gemm_alpha(a, b) for a, b in zip(amaxes.tolist(), others.tolist(), strict=True)])
+    assert same(alphas, numerics.gemm_alpha(amaxes, others))
+    tiny = torch.tensor([0.0, 1e-45, -3e-39, torch.nan])
+    assert torch.equal(cpu.tensor_amax(tiny), numerics.tensor_amax(tiny))
+    assert torch.equal(cpu.tensor_amax(torch.zeros(3)), torch.tensor(0.0))
