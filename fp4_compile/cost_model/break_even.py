@@ -30,15 +30,15 @@ def describe(device: Device, n: int, k: int, *, consumers: int = 1, fused: bool 
         return f"NVFP4 pays from M >= {rows}"
     if device.nvfp4_flops is None:
         why = f"{device.name} has no FP4 tensor cores"
-        last_gain = _last_rows(device, n, k, consumers, fused, training, faster=True)
-        if last_gain:
-            why += f", and beyond M = {last_gain} it is no longer the weight's bandwidth that bounds the GEMM"
     elif device.nvfp4_flops * (device.nvfp4_fraction or 0.0) <= device.bf16_flops * device.bf16_fraction:
         why = f"{device.name} multiplies in NVFP4 no faster than in BF16"
     else:
         t = evaluate(device, 1, LIMIT, n, k, consumers=consumers, fused=fused, training=training)
         saved, spent = (1e9 * seconds / LIMIT for seconds in (t.bf16 - t.gemm, t.quantizer))
         why = f"with N={n} the GEMM gets {saved:.2g} ns a row shorter, and quantizing the row takes {spent:.2g} ns"
+    last_gain = _last_rows(device, n, k, consumers, fused, training, faster=True)
+    if last_gain:
+        why += f", and beyond M = {last_gain} it is no longer the weight's bandwidth that bounds the GEMM"
     return f"NVFP4 never pays here: {why}"
 
 

@@ -62,16 +62,17 @@ def test_what_never_pays_says_why():
     assert break_even_rows(B200, 256, 4096) is None
     assert "with N=256 the GEMM gets" in describe(B200, 256, 4096)
     assert "quantizing the row takes" in describe(B200, 256, 4096)
-    assert describe(device("cpu"), 4096, 4096) == (
-        "NVFP4 never pays here: cpu multiplies in NVFP4 no faster than in BF16"
-    )
     # The weight's bandwidth bounds few rows only: it pays for those, and then no longer.
     h200 = device("sm_90")
-    assert break_even_rows(h200, 8192, 8192) is None
-    assert "sm_90 has no FP4 tensor cores, and beyond M = " in describe(h200, 8192, 8192)
-    last = int(describe(h200, 8192, 8192).partition("M = ")[2].split()[0])
-    assert pays(h200, last, 8192, 8192)
-    assert not pays(h200, last + 1, 8192, 8192)
+    for target, why in (
+        (h200, "sm_90 has no FP4 tensor cores"),
+        (device("cpu"), "cpu multiplies in NVFP4 no faster than in BF16"),
+    ):
+        assert break_even_rows(target, 8192, 8192) is None
+        assert f"NVFP4 never pays here: {why}, and beyond M = " in describe(target, 8192, 8192)
+        last = int(describe(target, 8192, 8192).partition("M = ")[2].split()[0])
+        assert pays(target, last, 8192, 8192)
+        assert not pays(target, last + 1, 8192, 8192)
     assert describe(h200, 64, 64) == "NVFP4 never pays here: sm_90 has no FP4 tensor cores"
 
 
