@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4_compile.errors import DumpError, Fp4CompileError
+from fp4_compile.errors import DumpError, OptionError
 from fp4_compile.observations import Sums, collected
 from fp4_compile.switching import recompile
 
@@ -137,11 +137,11 @@ def monitor(
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``.
 
     Raises:
-        OptionError: nothing in the model was compiled with this backend.
+        OptionError: nothing in the model was compiled with this backend, or ``every`` is below 1.
         DumpError: the folder cannot be written.
     """
     if every < 1:
-        raise Fp4CompileError(f"every is {every}; it counts steps, from 1 on")
+        raise OptionError(f"every is {every}; it counts steps, from 1 on")
     folder = None if out is None else Path(out)
     if folder is not None:
         try:

@@ -80,17 +80,12 @@ def _quantize_fake(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: 
     return codes, x.new_empty((*lead, _padded(k) // BLOCK), dtype=torch.float8_e4m3fn)
 
 
-def random_bytes_of(x: Tensor, seed: Tensor, stream: int) -> Tensor:
-    """The bytes by which the elements of ``x`` are rounded stochastically, uint8 of its shape."""
-    return cpu_training.random_bytes(x, seed, stream, BLOCK)
-
-
 def _quantize_rows(
     x: Tensor, swizzled: bool, hadamard: int = 0, seed: Tensor | None = None, stream: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     if hadamard:
         x = numerics.random_hadamard(x, -1, hadamard)
-    drawn = None if seed is None else random_bytes_of(x, seed, stream)
+    drawn = None if seed is None else cpu_training.random_bytes(x, seed, stream, BLOCK)
     codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
     return codes, numerics.swizzle_scales(scales) if swizzled else scales, amax
 

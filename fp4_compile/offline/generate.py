@@ -107,8 +107,7 @@ def _scheduled(scheduler: Any) -> list[Launch]:
 
 def _no_kernels() -> tuple[type, ...]:
     """Scheduled nodes that launch nothing: one result of several, a buffer that something else fills."""
-    from torch._inductor import ir
-
+    ir = inductor().ir
     return (ir.MultiOutput, ir.AllocatingMultiOutput) if hasattr(ir, "AllocatingMultiOutput") else (ir.MultiOutput,)
 
 

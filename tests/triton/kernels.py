@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import standalone
 import torch
 
 from fp4_compile import numerics
-from fp4_compile.codegen.triton import configs, standalone
+from fp4_compile.codegen.triton import configs
 from fp4_compile.codegen.triton.quantize import QUANTIZE_RMS_NORM, QUANTIZE_ROWS
 from fp4_compile.offline.kernels import read_kernel
 from fp4_compile.offline.machine import find_target, offline_device

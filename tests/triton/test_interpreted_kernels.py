@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels import EPS, error, quantize_rows, reference_rows, same_bytes, scaled_mm, weight_mm
+from standalone import Fusion
 
-from fp4_compile.codegen.triton.standalone import Fusion
 from fp4_compile.simulation import interpreted
 
 

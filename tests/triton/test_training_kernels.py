@@ -7,10 +7,10 @@ import torch
 from kernels import cdiv, compiled, run, same_bytes
 
 from fp4_compile import numerics
+from fp4_compile.codegen.cpu_training import random_bytes
 from fp4_compile.codegen.triton import configs
 from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
 from fp4_compile.codegen.triton.tiles import QUANTIZE_TILES
-from fp4_compile.ops import random_bytes_of
 
 SEED = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64)
 STREAM = 5
@@ -33,7 +33,7 @@ def quantized(x, sm, hadamard, stochastic, mutate=None):
 def reference(x, hadamard, stochastic):
     if hadamard:
         x = numerics.random_hadamard(x, -1, hadamard)
-    drawn = random_bytes_of(x, SEED, STREAM) if stochastic else None
+    drawn = random_bytes(x, SEED, STREAM, 16) if stochastic else None
     codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
     return codes, numerics.swizzle_scales(scales).view(torch.uint8), amax
 

@@ -45,7 +45,7 @@ inline int32_t amax_bits_of_block(const float* v) {
 
 inline float float_of(float f) { return f; }
 
-inline float float_of(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
+inline float float_of(uint16_t bf16) { return of_bf16(bf16); }
 
 }  // namespace
 

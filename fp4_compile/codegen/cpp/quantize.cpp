@@ -9,22 +9,6 @@ namespace {
 
 constexpr int GROUP = 16;                   // blocks whose scales are rounded together
 
-// Bits of magnitudes, so that a NaN is larger than everything.
-inline int32_t magnitude_of(float f) { return static_cast<int32_t>(bits_of(f) & 0x7fffffff); }
-
-// Whole blocks, or one with `left` elements, as fp32.
-inline void load_block_of(const void* x, int64_t at, int64_t left, int32_t kind, float* v) {
-  if (left >= BLOCK && kind == FP32) {
-    std::memcpy(v, static_cast<const float*>(x) + at, BLOCK * sizeof(float));
-  } else if (left >= BLOCK && kind == BF16) {
-    const uint16_t* from = static_cast<const uint16_t*>(x) + at;
-#pragma omp simd
-    for (int i = 0; i < BLOCK; i++) v[i] = of_bf16(from[i]);
-  } else {
-    for (int i = 0; i < BLOCK; i++) v[i] = i < left ? load(x, at + i, kind) : 0.0f;
-  }
-}
-
 #if FP4_ISA == 2
 
 inline __m512 load_16(const void* x, int64_t at, int64_t left, int32_t kind) {
@@ -61,38 +45,29 @@ inline void encode_block(const void* x, int64_t at, int64_t left, int32_t kind, 
 
 #else
 
+// Whole blocks, or one with `left` elements, as fp32.
+inline void load_block_of(const void* x, int64_t at, int64_t left, int32_t kind, float* v) {
+  if (left >= BLOCK && kind == FP32) {
+    std::memcpy(v, static_cast<const float*>(x) + at, BLOCK * sizeof(float));
+  } else if (left >= BLOCK && kind == BF16) {
+    const uint16_t* from = static_cast<const uint16_t*>(x) + at;
+#pragma omp simd
+    for (int i = 0; i < BLOCK; i++) v[i] = of_bf16(from[i]);
+  } else {
+    for (int i = 0; i < BLOCK; i++) v[i] = i < left ? load(x, at + i, kind) : 0.0f;
+  }
+}
+
 inline int32_t amax_bits_of_block(const void* x, int64_t at, int64_t left, int32_t kind) {
   float v[BLOCK];
   load_block_of(x, at, left, kind, v);
-  int32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (int i = 0; i < BLOCK; i++) {
-    const int32_t u = magnitude_of(v[i]);
-    largest = largest > u ? largest : u;
-  }
-  return largest;
+  return amax_bits_of_block(v);
 }
 
-// Each comparison is written so that a NaN counts as large: it becomes code 7, as in hardware.
 inline void encode_block(const void* x, int64_t at, int64_t left, int32_t kind, float inverse, uint8_t* out) {
   float v[BLOCK];
   load_block_of(x, at, left, kind, v);
-  int32_t code[BLOCK];
-#pragma omp simd
-  for (int i = 0; i < BLOCK; i++) {
-    const float y = v[i] * inverse;
-    const float a = std::fabs(y);
-    int32_t magnitude = a <= 0.25f ? 0 : 1;
-    magnitude += a < 0.75f ? 0 : 1;
-    magnitude += a <= 1.25f ? 0 : 1;
-    magnitude += a < 1.75f ? 0 : 1;
-    magnitude += a <= 2.5f ? 0 : 1;
-    magnitude += a < 3.5f ? 0 : 1;
-    magnitude += a <= 5.0f ? 0 : 1;
-    const int32_t sign = static_cast<int32_t>(bits_of(y) >> 28) & 8;
-    code[i] = magnitude | (y == y ? sign : 0);
-  }
-  for (int i = 0; i < BLOCK / 2; i++) out[i] = static_cast<uint8_t>(code[2 * i] | code[2 * i + 1] << 4);
+  e2m1_of_block(v, inverse, out);
 }
 
 #endif

@@ -1,4 +1,4 @@
-"""A kernel as text: what Inductor's template engine and `standalone` both render."""
+"""A kernel as text: what Inductor's template engine renders."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Render, compile and launch a template by itself, without a graph around it.
 
-What Inductor's template engine does in a compile, this does for tests and benchmarks: it fills in the hooks, with
+What Inductor's template engine does in a compile, this does for tests: it fills in the hooks, with
 a prologue or an epilogue given as Triton text where Inductor would fuse one.
 """
 
