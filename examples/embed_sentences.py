@@ -62,8 +62,8 @@ def main() -> None:
     for name, values in times.items():
         print(f"{name:<16}{median(values):6.0f} ms")
     ratio = median(times["NVFP4"]) / median(times["Inductor BF16"])
-    print(f"NVFP4 takes {ratio:.1f} times as long. That is expected: a CPU has no FP4 arithmetic, so it is")
-    print("emulated, number for number. This shows what the model becomes, not how fast it gets.")
+    print(f"NVFP4 takes {ratio:.2f} times as long. A CPU has no FP4 arithmetic: products of blocks are exact integer")
+    print("ones, the numbers a tensor core gives. This says nothing of how fast the model gets on a GPU.")
 
     for folder in sorted(graph_folders(arguments.dump) - older):
         title(f"Dumped to {folder}/")
