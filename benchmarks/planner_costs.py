@@ -141,5 +141,3 @@ def solver_table(found: dict[str, Any]) -> str:
         f"{found['sites']} sites: front of {found['front_points']} points {found['front_seconds']:.1f} s, "
         f"one budget {found['solve_seconds']:.1f} s, gap {found['gap']:.1e}"
     )
-
-

@@ -42,9 +42,7 @@ def batches(tokenizer: Any, count: int, skip: int = 0) -> list[dict[str, Any]]:
     size = ROWS * TOKENS
     # Enough characters for the tokens that are asked for: English has more than two a token.
     ids = tokenizer(text[: 8 * size * (skip + count)], return_tensors="pt").input_ids[0, skip * size :]
-    return [
-        {"input_ids": ids[i * size : (i + 1) * size].view(ROWS, TOKENS), "use_cache": False} for i in range(count)
-    ]
+    return [{"input_ids": ids[i * size : (i + 1) * size].view(ROWS, TOKENS), "use_cache": False} for i in range(count)]
 
 
 def next_token_loss(output: Any, batch: dict[str, Any]) -> Tensor:

@@ -138,4 +138,3 @@ def _random_factors(device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator)
         return (2 * drawn + 1).to(device)
-

@@ -17,6 +17,9 @@ SHAPES = [
     # rows, outputs, blocks: below, at and beyond the tiles of the kernels
     (1, 16, 1),
     (1, 1, 3),
+    (1, 100, 70),
+    (1, 37, 300),
+    (1, 4100, 16),
     (2, 48, 150),
     (3, 33, 5),
     (9, 5, 200),
@@ -65,8 +68,8 @@ def same(got: Tensor, want: Tensor) -> bool:
 def test_products_are_the_definition_bit_for_bit(kernels: Any, threads: int, shape: tuple[int, int, int]) -> None:
     rows, outputs, blocks = shape
     a, b = random_operand(rows, blocks), random_operand(outputs, blocks)
-    if rows == 40:
-        a[1].view(torch.uint8)[3, 2] = b[1].view(torch.uint8)[5, 6] = 0x7F
+    if outputs == 100:
+        a[1].view(torch.uint8)[rows - 1, 2] = b[1].view(torch.uint8)[5, 6] = 0x7F
     alpha = 0.37e-3
     for dtype in KINDS:
         for bias in (None, torch.randn(outputs), torch.randn(outputs).bfloat16(), torch.randn(outputs).half()):
@@ -111,8 +114,9 @@ def misaligned(t: Tensor) -> Tensor:
     return moved.copy_(t)
 
 
-def test_misaligned_operands(kernels: Any) -> None:
-    a, b, bias = random_operand(19, 37), random_operand(35, 37), torch.randn(35).bfloat16()
+@pytest.mark.parametrize("rows", [1, 19])
+def test_misaligned_operands(kernels: Any, rows: int) -> None:
+    a, b, bias = random_operand(rows, 37), random_operand(35, 37), torch.randn(35).bfloat16()
     want = product_by_definition(*a, *b, 0.5, bias, torch.bfloat16)
     moved = [misaligned(t.view(torch.uint8)).view(t.dtype) for t in (*a, *b)]
     assert same(cpu.product(*moved, 0.5, misaligned(bias), torch.bfloat16, kernels), want)

@@ -20,10 +20,18 @@ from fp4_compile import numerics
 log = logging.getLogger(__name__)
 
 
-SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "gemm", "training")
+SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "product", "one_row", "gemm", "training")
 """One translation unit, in this order."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def source(isa: int | None = None) -> str:
+    """The kernels' C++; ``isa`` as of `build`."""
+    texts = [Path(__file__).with_name("cpp").joinpath(f"{name}.cpp").read_text(encoding="utf-8") for name in SOURCES]
+    if isa is not None:
+        texts.insert(0, f"#define FP4_ISA {isa}")
+    return "\n".join(texts)
 
 
 def build(isa: int | None = None) -> Any:
@@ -34,10 +42,7 @@ def build(isa: int | None = None) -> Any:
     """
     from fp4_compile._torch_compat import build_cpp
 
-    texts = [Path(__file__).with_name("cpp").joinpath(f"{name}.cpp").read_text(encoding="utf-8") for name in SOURCES]
-    if isa is not None:
-        texts.insert(0, f"#define FP4_ISA {isa}")
-    built = build_cpp("\n".join(texts))
+    built = build_cpp(source(isa))
     pointer, size, kind, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
     threads = ctypes.c_int32
     built.fp4_amax_bits.argtypes = [pointer, size, kind, threads]

@@ -30,9 +30,7 @@ def decide(matmul: Matmul, structure: Structure, parameters: set[fx.Node]) -> De
     """The default policy: structure alone, deterministic. A backward site is decided after its layer, by the recipe."""
     if matmul.site.role is not Role.FPROP:
         return Decision(matmul.site, Precision.BF16, Reason.BACKWARD, "decided after its forward")
-    refused = (
-        unsupported(matmul) or _precious(matmul, structure, parameters) or uneven(matmul) or small(matmul.site)
-    )
+    refused = unsupported(matmul) or _precious(matmul, structure, parameters) or uneven(matmul) or small(matmul.site)
     if refused is not None:
         reason, detail = refused
         return Decision(matmul.site, Precision.BF16, reason, detail)

@@ -31,9 +31,7 @@ MOST_THRESHOLDS = 2
 """Guards on one dynamic dimension: each can double the number of graphs."""
 
 
-def replan(
-    graph: fx.Graph, context: Context, defaults: Sequence[Decision], parameters: set[fx.Node]
-) -> list[Decision]:
+def replan(graph: fx.Graph, context: Context, defaults: Sequence[Decision], parameters: set[fx.Node]) -> list[Decision]:
     """The planner's decisions for ``context.matmuls``; backward sites keep theirs.
 
     Raises:

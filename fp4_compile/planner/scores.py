@@ -140,5 +140,3 @@ class Scores:
                 return cls.from_json(file.read())
         except OSError as error:
             raise CalibrationError(f"cannot read the scores {os.fspath(path)!r}: {error.strerror}") from error
-
-

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 
+
 @dataclasses.dataclass
 class Accumulated:
     """Sums over batches. ``sums`` has per site: second-order increase, squared change, squared result."""

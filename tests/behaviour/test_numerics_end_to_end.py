@@ -105,8 +105,7 @@ def test_the_error_under_other_recipes() -> None:
     ops = torch.ops.fp4
     with torch.no_grad():
         plain, six, tiles = (
-            nvfp4(layer, options=options)(x)
-            for options in ({}, {"four_over_six": "all"}, {"weight_block": "16x16"})
+            nvfp4(layer, options=options)(x) for options in ({}, {"four_over_six": "all"}, {"weight_block": "16x16"})
         )
         errors = [error(y, layer(x)) for y in (plain, six, tiles)]
         assert 0.10 < errors[1] < errors[0] - 0.005, errors
@@ -146,9 +145,7 @@ def test_any_magnitude(x_power: float, weight_power: float) -> None:
         assert_by_hand(y, nvfp4_linear(a, weight), what)
 
 
-@pytest.mark.parametrize(
-    ("x_scale", "weight_scale"), [(5e-2, 2e-4), (1e-3, 2e-2), (200.0, 1.0), (1.0, 300.0)]
-)
+@pytest.mark.parametrize(("x_scale", "weight_scale"), [(5e-2, 2e-4), (1e-3, 2e-2), (200.0, 1.0), (1.0, 300.0)])
 def test_half_precision_has_no_half_precision_intermediate(x_scale: float, weight_scale: float) -> None:
     """https://github.com/vllm-project/vllm/pull/37464: a product of scales that FP16 cannot hold."""
     x, weight = (torch.randn(M, K) * x_scale).half(), (torch.randn(N, K) * weight_scale).half()

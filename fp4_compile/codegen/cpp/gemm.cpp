@@ -6,43 +6,6 @@ constexpr int64_t MOST_ROWS = 256;           // that share one decoded stretch o
 constexpr int64_t ROW_CACHE = 768 << 10;     // bytes of decoded activations, to stay in the second cache
 constexpr int64_t PARALLEL_MACS = 1 << 19;   // below, waking threads costs more than the work
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Product {
-  const uint8_t* codes;   // [m, blocks] of 8 bytes
-  const uint8_t* scales;  // [m, blocks]
-  const uint8_t* weight_codes;   // [n, blocks] of 8 bytes
-  const uint8_t* weight_scales;  // [n, blocks]
-  const void* bias;  // [n] of kind bias_kind, or null
-  int32_t bias_kind;
-  float alpha;
-  void* out;  // [m, n] of kind out_kind
-  int32_t out_kind;
-  int64_t m, n, blocks;
-};
-
-// alpha and bias in FP32, then one rounding to the output's type.
-void finish(const Product& p, const float* sums, int64_t first_row, int64_t rows, int64_t panel) {
-  const int64_t column = panel * LANES, columns = p.n - column < LANES ? p.n - column : LANES;
-  float bias[LANES] = {};
-  for (int64_t j = 0; j < columns && p.bias; j++) bias[j] = load(p.bias, column + j, p.bias_kind);
-  for (int64_t r = 0; r < rows; r++) {
-    float result[LANES];
-    for (int j = 0; j < LANES; j++) result[j] = sums[r * LANES + j] * p.alpha;
-    if (p.bias) {
-      for (int j = 0; j < LANES; j++) result[j] += bias[j];
-    }
-    const int64_t at = (first_row + r) * p.n + column;
-    if (p.out_kind == BF16 && columns == LANES) {
-      uint16_t rounded[LANES];
-      for (int j = 0; j < LANES; j++) rounded[j] = bf16_of(result[j]);
-      std::memcpy(static_cast<uint16_t*>(p.out) + at, rounded, sizeof rounded);
-    } else {
-      for (int64_t j = 0; j < columns; j++) store(p.out, at + j, result[j], p.out_kind);
-    }
-  }
-}
-
 // `depth` blocks of a panel from `block` on; outputs behind the last are zeros.
 void turn(const Product& p, int64_t panel, int64_t block, int64_t depth, Packed& to) {
   const int64_t row = panel * LANES, rows = p.n - row < LANES ? p.n - row : LANES;
@@ -112,6 +75,10 @@ void panel_times_tiles(const Product& p, const RowBlock* rows, int64_t first_row
 
 void multiply_all(const Product& p, int32_t threads) {
   if (p.m * p.n == 0) return;
+  if (p.m * p.n * p.blocks * BLOCK < PARALLEL_MACS) threads = 1;
+#if FP4_ISA == 2
+  if (p.m == 1) return multiply_one_row(p, threads);
+#endif
   float row_scales[128];
   for (int scale = 0; scale < 128; scale++) row_scales[scale] = of_e4m3(static_cast<uint8_t>(scale)) * ROW_SCALE;
   const int64_t bytes_per_row = (p.blocks ? p.blocks : 1) * static_cast<int64_t>(sizeof(RowBlock));
@@ -119,7 +86,6 @@ void multiply_all(const Product& p, int32_t threads) {
   most = most < TILE ? TILE : most > MOST_ROWS ? MOST_ROWS : most;
   const int64_t chunk = p.m < most ? ceil_div(p.m, TILE) * TILE : most, panels = ceil_div(p.n, LANES);
   const std::unique_ptr<RowBlock[]> rows(new RowBlock[static_cast<size_t>(chunk * p.blocks)]);
-  if (p.m * p.n * p.blocks * BLOCK < PARALLEL_MACS) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < p.m; first += chunk) {
     const int64_t count = p.m - first < chunk ? p.m - first : chunk, tiles = ceil_div(count, TILE);
