@@ -4,7 +4,8 @@
 
 Everything is timed in turns in one process, and ratios are of medians. Decode rotates through weights of at least
 eight times the last-level cache, so that memory is really read; activations are quantized within the time of a call.
-``--quick``: fewer rounds, two shapes, the encoder at one batch size.
+``--quick``: fewer rounds, two shapes, the encoder at one batch size. ``--ggml FOLDER`` adds llama.cpp's kernels from
+its built ``libggml-*.so``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import cpu_peers
 import minilm
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,24 @@ def prefill(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
     }
 
 
+def ggml(rows: int, n: int, k: int, rounds: int, folder: str) -> dict[str, float]:
+    """Milliseconds of ours and of ggml's 4-bit products, weights as in `decode` for a few rows."""
+    count = -(-8 * cache_bytes() // (n * k * 9 // 16)) if rows <= 16 else 1
+    weight, x = torch.randn(n, k).bfloat16(), torch.randn(rows, k).bfloat16()
+    first = quantized(weight)
+    packed = [tuple(part.clone() for part in first) for _ in range(count)]
+    calls: dict[str, Callable[[], object]] = {"nvfp4": lambda: [linear(x, one) for one in packed]}
+    frees = []
+    library = cpu_peers.Ggml(folder)
+    for kind in cpu_peers.TYPES:
+        calls[f"ggml {kind}"], _, free = library.products(kind, weight, x, count)
+        frees.append(free)
+    seconds = turns(calls, rounds)
+    for free in frees:
+        free()
+    return {"rows": rows, "n": n, "k": k, **{f"{name} ms": 1e3 * value / count for name, value in seconds.items()}}
+
+
 def models(quick: bool) -> Iterator[dict[str, Any]]:
     """Whole models in BF16: nvfp4 and Inductor in turns."""
     encoder = minilm.load_encoder(torch.bfloat16)
@@ -169,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes")
     parser.add_argument("--json", metavar="PATH", help="write the numbers there")
+    parser.add_argument("--ggml", metavar="FOLDER", help="where libggml-base.so and libggml-cpu.so lie")
     arguments = parser.parse_args()
     quick = arguments.quick
     torch.manual_seed(0)
@@ -189,6 +210,9 @@ def main() -> None:
     result["decode_speedup"] = min(row["speedup"] for row in result["decode"])
     result["prefill_speedup"] = min(row["speedup"] for row in result["prefill"] if row["n"] == 4096)
     result["quantizer_share"] = result["prefill"][-1]["quantizer_share"]
+    if arguments.ggml:
+        result["ggml"] = [ggml(m, 4096, 4096, 3 if quick else 5, arguments.ggml) for m in (1, 4, 512)]
+        print(table(result["ggml"]), "\n", flush=True)
     result["models"] = []
     save(arguments.json, result)
     for row in models(quick):
