@@ -142,7 +142,7 @@ _CPU = _device(
     bf16_tile=((16, 16), "AVX-512 registers hold 16 columns"),
     nvfp4_flops=(1.3e12, f"exact int8 products, 163 GFLOP/s a core: {_XEON}"),
     nvfp4_fraction=(1.0, "nvfp4_flops is what a large GEMM achieves"),
-    nvfp4_memory_fraction=(0.55, f"54 and 64 % of what reading memory reaches, at M=1: {_XEON}"),
+    nvfp4_memory_fraction=(0.7, f"67 and 75 % of what reading memory reaches, at M=1: {_XEON}"),
     nvfp4_tile=((16, 16), "AVX-512 registers hold 16 columns"),
     memory=(8.36e10, "STREAM, one socket: kvcache-ai/ktransformers#2175"),
     launch=(1e-5, "dispatch of an operator by torch, order of magnitude"),
