@@ -134,13 +134,13 @@ _XEON = "benchmarks/cpu.py on two cores of a Xeon at 2.6 GHz with AVX-512 VNNI"
 
 _CPU = _device(
     "cpu",
-    "a CPU of eight cores with AVX-512 BF16; cost_model.measure() gives the one at hand",
+    "a CPU of eight cores with AVX-512 VNNI and no BF16 instructions; cost_model.measure() gives the one at hand",
     sms=(8, "a desktop CPU"),
-    bf16_flops=(3.6e12, f"450 GFLOP/s a core: {_ZEN5}"),
+    bf16_flops=(2.2e11, f"torch's linear, 27 GFLOP/s a core at M=512 and 2048: {_XEON}"),
     bf16_fraction=(1.0, "bf16_flops is what a large GEMM achieves"),
-    bf16_memory_fraction=(0.5, f"15 GB/s a core at M=1, no more than the socket has: {_ZEN5}"),
+    bf16_memory_fraction=(0.6, f"59 and 67 % of what reading memory reaches, at M=1: {_XEON}"),
     bf16_tile=((16, 16), "AVX-512 registers hold 16 columns"),
-    nvfp4_flops=(1.3e12, f"exact int8 products, 163 GFLOP/s a core: {_XEON}"),
+    nvfp4_flops=(1.2e12, f"exact int8 products, 150 GFLOP/s a core: {_XEON}"),
     nvfp4_fraction=(1.0, "nvfp4_flops is what a large GEMM achieves"),
     nvfp4_memory_fraction=(0.7, f"67 and 75 % of what reading memory reaches, at M=1: {_XEON}"),
     nvfp4_tile=((16, 16), "AVX-512 registers hold 16 columns"),
@@ -149,8 +149,16 @@ _CPU = _device(
     quantizer_fraction=(0.25, f"2.5 ms for 2048x2048 with its amax, in cache: {_XEON}"),
 )
 
+_CPU_BF16 = _device(
+    "cpu-bf16",
+    "the same with AVX-512 BF16",
+    _CPU,
+    bf16_flops=(3.6e12, f"450 GFLOP/s a core: {_ZEN5}"),
+    bf16_memory_fraction=(0.5, f"15 GB/s a core at M=1, no more than the socket has: {_ZEN5}"),
+)
+
 DEVICES: dict[str, Device] = {
-    known.name: known for known in (_A100, _4090, _H200, _B200, _B300, _5090, _PRO_6000, _GB10, _CPU)
+    known.name: known for known in (_A100, _4090, _H200, _B200, _B300, _5090, _PRO_6000, _GB10, _CPU, _CPU_BF16)
 }
 """Every known device by its name."""
 

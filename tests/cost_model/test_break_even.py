@@ -66,7 +66,7 @@ def test_what_never_pays_says_why():
     h200 = device("sm_90")
     for target, why in (
         (h200, "sm_90 has no FP4 tensor cores"),
-        (device("cpu"), "cpu multiplies in NVFP4 no faster than in BF16"),
+        (device("cpu-bf16"), "cpu-bf16 multiplies in NVFP4 no faster than in BF16"),
     ):
         assert break_even_rows(target, 8192, 8192) is None
         assert f"NVFP4 never pays here: {why}, and beyond M = " in describe(target, 8192, 8192)
@@ -77,6 +77,7 @@ def test_what_never_pays_says_why():
 
 
 def test_what_pays_says_from_where():
+    assert describe(device("cpu"), 4096, 4096) == "NVFP4 pays from M >= 1"  # without BF16 instructions int8 is faster
     assert describe(B200, 4096, 4096) == f"NVFP4 pays from M >= {break_even_rows(B200, 4096, 4096)}"
 
 

@@ -15,7 +15,7 @@ from fp4_compile.cost_model import DEVICES, Device, device, load, measure
 from fp4_compile.cost_model.devices import FIGURES
 from fp4_compile.errors import DeviceError
 
-NAMES = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_120-pro6000", "sm_121", "cpu"]
+NAMES = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_120-pro6000", "sm_121", "cpu", "cpu-bf16"]
 
 
 def test_the_table():
