@@ -42,6 +42,11 @@ def cache_bytes() -> int:
     return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=2**26)
 
 
+def copies(size: int) -> int:
+    """How many weights of so many bytes fill eight times the last-level cache."""
+    return -(-8 * cache_bytes() // size)
+
+
 def turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of calls that take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -72,9 +77,9 @@ def stream() -> float:
 
 def decode(rows: int, n: int, k: int, rounds: int, bandwidth: float) -> dict[str, float]:
     """A few rows by weights that no cache holds."""
-    count = -(-8 * cache_bytes() // (n * k * 9 // 16))
+    count = copies(n * k * 9 // 16)
     packed = [quantized(torch.randn(n, k).bfloat16()) for _ in range(count)]
-    plain = [torch.randn(n, k).bfloat16() for _ in range(max(2, -(-8 * cache_bytes() // (2 * n * k))))]
+    plain = [torch.randn(n, k).bfloat16() for _ in range(max(2, copies(2 * n * k)))]
     x = torch.randn(rows, k).bfloat16()
     seconds = turns(
         {
@@ -122,7 +127,7 @@ def prefill(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
 
 def ggml(rows: int, n: int, k: int, rounds: int, folder: str) -> dict[str, float]:
     """Milliseconds of ours and of ggml's 4-bit products, weights as in `decode` for a few rows."""
-    count = -(-8 * cache_bytes() // (n * k * 9 // 16)) if rows <= 16 else 1
+    count = copies(n * k * 9 // 16) if rows <= 16 else 1
     weight, x = torch.randn(n, k).bfloat16(), torch.randn(rows, k).bfloat16()
     first = quantized(weight)
     packed = [tuple(part.clone() for part in first) for _ in range(count)]
@@ -130,7 +135,7 @@ def ggml(rows: int, n: int, k: int, rounds: int, folder: str) -> dict[str, float
     frees = []
     library = cpu_peers.Ggml(folder)
     for kind in cpu_peers.TYPES:
-        calls[f"ggml {kind}"], _, free = library.products(kind, weight, x, count)
+        calls[f"ggml {kind}"], free = library.products(kind, weight, x, count)
         frees.append(free)
     seconds = turns(calls, rounds)
     for free in frees:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ class Ggml:
             function.restype, function.argtypes = result, arguments
         self.cpu.ggml_graph_compute_with_ctx.argtypes = [pointer, pointer, ctypes.c_int]
 
-    def products(self, kind: str, weight: Tensor, x: Tensor, count: int) -> tuple[Callable[[], None], Tensor, Any]:
+    def products(
+        self, kind: str, weight: Tensor, x: Tensor, count: int
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
         """``count`` products of fp32 ``x`` [M, K] with copies of ``weight`` [N, K] of a 4-bit type.
 
-        Returns what runs them all, the result [M, N] of the last, and what frees their memory.
+        Returns what runs them all, and what frees their memory.
         """
         (n, k), rows = weight.shape, x.shape[0]
         context = self.base.ggml_init(
@@ -52,7 +55,7 @@ class Ggml:
         right = self.base.ggml_new_tensor_2d(context, 0, k, rows)
         x = x.float().contiguous()
         ctypes.memmove(self.base.ggml_get_data(right), x.data_ptr(), x.nbytes)
-        graph, size, first, result = self.base.ggml_new_graph(context), 0, None, None
+        graph, size, first = self.base.ggml_new_graph(context), 0, None
         plain = weight.float().contiguous()
         for _ in range(count):
             left = self.base.ggml_new_tensor_2d(context, TYPES[kind], k, n)
@@ -62,9 +65,6 @@ class Ggml:
                 first = data
             else:
                 ctypes.memmove(data, first, size)
-            result = self.base.ggml_mul_mat(context, left, right)
-            self.base.ggml_build_forward_expand(graph, result)
-        buffer = (ctypes.c_float * (rows * n)).from_address(self.base.ggml_get_data(result))
-        threads = torch.get_num_threads()
-        run = lambda: self.cpu.ggml_graph_compute_with_ctx(context, graph, threads)  # noqa: E731
-        return run, torch.frombuffer(buffer, dtype=torch.float32).view(rows, n), lambda: self.base.ggml_free(context)
+            self.base.ggml_build_forward_expand(graph, self.base.ggml_mul_mat(context, left, right))
+        compute = partial(self.cpu.ggml_graph_compute_with_ctx, context, graph, torch.get_num_threads())
+        return compute, partial(self.base.ggml_free, context)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
+from swiglu import SwiGlu
 from torch import nn
 
 import fp4_compile
@@ -14,19 +14,6 @@ from fp4_compile.errors import DeviceError, DumpError, OptionError, TargetError
 from fp4_compile.offline.compile_for import compile_for
 from fp4_compile.offline.machine import find_target, offline_device
 from fp4_compile.plan import Precision
-
-
-class SwiGlu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(256)
-        self.gate, self.up = nn.Linear(256, 512), nn.Linear(256, 512, bias=False)
-        self.down = nn.Linear(512, 256, bias=False)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
 
 EVERYTHING = {"target": None}  # small layers do not pay on any device
 

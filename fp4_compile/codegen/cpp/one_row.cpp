@@ -25,21 +25,6 @@ inline __m512i add_halves(__m512i first, __m512i second) {
   return _mm512_add_epi32(_mm512_permutex2var_epi32(first, even, second), _mm512_permutex2var_epi32(first, odd, second));
 }
 
-// E4M3 times 2**-8.
-inline __m512 scales_of(__m128i bytes) {
-  const __mmask16 finite = _mm_cmpneq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7f)), _mm_set1_epi8(0x7f));
-  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7);
-  return _mm512_mask_cvtph_ps(_mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()), finite, halves);
-}
-
-inline __m512i low_nibbles(__m512i table, __m512i codes) {
-#ifdef __AVX512VBMI__
-  return _mm512_permutexvar_epi8(codes, table);  // the table repeats: higher bits do not matter
-#else
-  return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
-#endif
-}
-
 struct Group {
   __mmask64 first, second;  // bytes of codes that are there
   __mmask16 scales;
@@ -73,7 +58,7 @@ inline RowGroup row_group(const uint8_t* codes, const uint8_t* scales, int64_t b
 // The terms of 16 blocks of a row of weights.
 template <bool WHOLE>
 inline __m512 terms_of(const RowGroup& row, const uint8_t* codes, const uint8_t* scales, const Group& there) {
-  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const __m512i table = weight_table();
   const __m512i first = WHOLE ? _mm512_loadu_si512(codes) : _mm512_maskz_loadu_epi8(there.first, codes);
   const __m512i second = WHOLE ? _mm512_loadu_si512(codes + 64) : _mm512_maskz_loadu_epi8(there.second, codes + 64);
   const auto dot = [&](__m512i w, int i) {

@@ -53,25 +53,36 @@ inline int32_t quad(const RowBlock& row, int quarter) {
 
 #if FP4_ISA == 2
 
-inline void load_block(const Packed& panel, int64_t block, __m512i w[4], __m512& scale) {
-  const uint8_t* from = panel.codes + block * CODE_BYTES;
-  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  for (int half = 0; half < 2; half++) {
-    const __m512i low = _mm512_loadu_si512(from + 64 * half), high = _mm512_srli_epi16(low, 4);
+// Twice the values of the 16 codes, and OFFSET.
+inline __m512i weight_table() {
+  return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+// What a table has for the low nibble of each byte.
+inline __m512i low_nibbles(__m512i table, __m512i codes) {
 #ifdef __AVX512VBMI__
-    // The table repeats, so the two bits above a code do not matter, and higher ones are not looked at.
-    w[2 * half] = _mm512_permutexvar_epi8(low, table);
-    w[2 * half + 1] = _mm512_permutexvar_epi8(high, table);
+  // The table repeats, so the two bits above a code do not matter, and higher ones are not looked at.
+  return _mm512_permutexvar_epi8(codes, table);
 #else
-    const __m512i nibble = _mm512_set1_epi8(15);
-    w[2 * half] = _mm512_shuffle_epi8(table, _mm512_and_si512(low, nibble));
-    w[2 * half + 1] = _mm512_shuffle_epi8(table, _mm512_and_si512(high, nibble));
+  return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
 #endif
-  }
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.scales + block * LANES));
+}
+
+// E4M3 times WEIGHT_SCALE.
+inline __m512 scales_of(__m128i bytes) {
   const __mmask16 finite = _mm_cmpneq_epi8_mask(bytes, _mm_set1_epi8(0x7f));
   const __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7);
-  scale = _mm512_mask_cvtph_ps(_mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()), finite, halves);
+  return _mm512_mask_cvtph_ps(_mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()), finite, halves);
+}
+
+inline void load_block(const Packed& panel, int64_t block, __m512i w[4], __m512& scale) {
+  const __m512i table = weight_table();
+  for (int half = 0; half < 2; half++) {
+    const __m512i codes = _mm512_loadu_si512(panel.codes + block * CODE_BYTES + 64 * half);
+    w[2 * half] = low_nibbles(table, codes);
+    w[2 * half + 1] = low_nibbles(table, _mm512_srli_epi16(codes, 4));
+  }
+  scale = scales_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.scales + block * LANES)));
 }
 
 inline void load_block(const Decoded& panel, int64_t block, __m512i w[4], __m512& scale) {
