@@ -2,8 +2,9 @@
 
 What a matmul adds to the model's error is the error of its result, times how much of that the model keeps. The
 first is known: NVFP4's error on this very weight, measured, and on an activation, taken as that of a Gaussian.
-The second is guessed from depth: the first layers' errors pass through all others, the last ones' meet nothing
-that evens them out (arXiv:2509.25149 section 4.1 keeps both ends in BF16). Such scores rank; they predict no loss.
+The second is guessed from what the matmul does in its block (`place`) and from depth: the first layers' errors pass
+through all others, the last ones' meet nothing that evens them out (arXiv:2509.25149 section 4.1 keeps both ends in
+BF16). Such scores rank; they predict no loss.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from fp4_compile.planner.scores import Score, Scores
 from fp4_compile.planner.survey import Survey
 from fp4_compile.sensitivity.batches import call, evaluating
 from fp4_compile.sensitivity.capture import SiteRunner
+from fp4_compile.sensitivity.place import places
 
 GAUSSIAN_ERROR = 0.0092
 """Relative squared error of a Gaussian tensor in NVFP4: 0.096 squared."""
-ENDS = 2.0
-"""How much more an error in the first or the last layers counts than one in the middle."""
-END_SHARE = 0.15
-"""Share of the depth, at each end, that counts more: the share the paper keeps in BF16 at the end."""
+ENDS = 1.3
+"""How much more an error in the first or the last layers counts than one in the middle; fitted, as `Place` is."""
+END_SHARE = 0.05
+"""Share of the depth, at each end, that counts more."""
 
 
 def score_statically(model: Callable[..., Any], batch: Any) -> Scores:
@@ -60,6 +62,7 @@ def static_scores(survey: Survey, matmuls: Sequence[Matmul], weights: Mapping[in
     nodes = {matmul.site.key: matmul for matmul in matmuls}
     errors: dict[str, float] = {}
     depth = max(len(survey) - 1, 1)
+    place = places(matmuls[0].node.graph, matmuls) if matmuls else {}
     values = {}
     for i, entry in enumerate(survey):
         if not entry.possible:
@@ -68,11 +71,11 @@ def static_scores(survey: Survey, matmuls: Sequence[Matmul], weights: Mapping[in
         if name not in errors:
             errors[name] = weight_error(nodes[entry.key], weights)
         error = errors[name] + GAUSSIAN_ERROR
-        values[entry.key] = Score(error * place_factor(i / depth), error)
+        values[entry.key] = Score(error * place[entry.key].value * end_factor(i / depth), error)
     return Scores(survey, values, "static", "relative")
 
 
-def place_factor(depth: float) -> float:
+def end_factor(depth: float) -> float:
     """What a site's depth, 0 first and 1 last, makes of its error: `ENDS` at both ends, 1 in the middle."""
     distance = min(depth, 1 - depth)
     return 1 + (ENDS - 1) * max(0.0, 1 - distance / END_SHARE)

@@ -16,7 +16,7 @@ import fp4_compile
 from fp4_compile import Plan, Precision, Reason, Scores
 from fp4_compile.errors import BudgetError, CalibrationError, DeviceError, OptionError, PlanError
 from fp4_compile.plan import Role
-from fp4_compile.sensitivity.static import place_factor, score_statically
+from fp4_compile.sensitivity.static import end_factor, score_statically
 
 NVFP4 = Precision.NVFP4
 
@@ -174,8 +174,8 @@ def test_static_scores_are_the_weights_own_error() -> None:
 
 
 def test_the_ends_of_a_model_count_more() -> None:
-    factors = [place_factor(i / 20) for i in range(21)]
-    assert factors[0] == factors[-1] == 2.0
+    factors = [end_factor(i / 20) for i in range(21)]
+    assert factors[0] == factors[-1] == 1.3
     assert factors[10] == 1.0
     assert factors == pytest.approx(factors[::-1])
 
