@@ -344,6 +344,13 @@ def load_kernel(name: str, source: str) -> Any:
         _skip_gpu_driver_setup.reset(token)
 
 
+def launch_grid(tuner: Any, config: Any, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many programs a launch of a kernel has along each axis; ``values``: its arguments, by name."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    return GridExpr.from_meta(tuner.inductor_meta, config).eval_slow({**config.kwargs, **values})
+
+
 @functools.cache
 def inductor() -> Any:
     """The parts of Inductor that lowerings to Triton templates are made of."""

@@ -49,7 +49,8 @@ def nvfp4(
     if sm is not None:
         register_lowerings()
     pipeline = Pipeline(chosen, example_inputs, recorder, sm)
-    settings = inductor_settings(chosen, mode, example_inputs)
+    on_cpu = not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in example_inputs)
+    settings = inductor_settings(chosen, mode, on_cpu=on_cpu)
     settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
     try:
         with without_autograd_cache():
@@ -72,14 +73,14 @@ def gpu(example_inputs: Sequence[Any]) -> int | None:
     return major * 10 + minor if major >= 8 else None
 
 
-def inductor_settings(options: Options, mode: str | None, example_inputs: Sequence[Any]) -> dict[str, Any]:
+def inductor_settings(options: Options, mode: str | None, *, on_cpu: bool) -> dict[str, Any]:
     """Inductor's settings for one compile: the mode's, then the user's.
 
     Raises:
         OptionError: a setting that Inductor does not have.
     """
     settings = mode_settings(mode)
-    if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in example_inputs):
+    if on_cpu:
         # On a CPU the codes must be those of the tensor the model wrote: without this Inductor keeps FP32 where
         # the model rounds to BF16 between a matmul and its reader.
         settings["emulate_precision_casts"] = True

@@ -1,16 +1,17 @@
-"""For golden tests: a canonical text of a graph that stays the same across torch versions and machines."""
+"""For tests: a canonical text of graphs that stays the same across torch versions, and programs for GPUs run here."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-__all__ = ["canonical_graph", "count_ops"]
+__all__ = ["canonical_graph", "count_ops", "simulate"]
 
 _DTYPES = {
     torch.float32: "f32",
@@ -47,6 +48,35 @@ def count_ops(graph: fx.Graph | fx.GraphModule) -> Counter[str]:
     """How often each operation occurs, by the name `canonical_graph` prints."""
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     return Counter(_op_name(node) for node in graph.nodes if node.op in ("call_function", "call_method"))
+
+
+def simulate(model: Callable[..., Any], inputs: Any, target: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Run the program that ``torch.compile(model, backend="nvfp4")`` would run on a GPU, on this CPU, for its numbers.
+
+    The program is the one `fp4_compile.compile_for` writes; its Triton kernels run in Triton's interpreter with a
+    GPU's arithmetic, which takes seconds for matrices of a few hundred rows. A backward of what is returned runs
+    the emitted backward.
+
+    Args:
+        model: a module or a function on the CPU.
+        inputs: what it is called with: one tensor, a tuple, or a mapping of keyword arguments.
+        target: a GPU in `fp4_compile.cost_model.DEVICES`: ``"sm_100"``.
+        options: as for the backend. ``"target"``, whose times decide what pays, is ``target`` unless given.
+
+    Returns:
+        What the model returns.
+
+    Raises:
+        SimulationError: the program does something that is not simulated.
+        TargetError, DeviceError: the target is unknown, no GPU, or this installation cannot compile for it.
+        OptionError, PlanError: a mistake in the options.
+    """
+    from fp4_compile.offline.compile_for import prepared
+    from fp4_compile.offline.trace import execute
+    from fp4_compile.simulation.program import simulated
+
+    gpu, chosen, settings = prepared(target, options)
+    return execute(model, inputs, chosen, gpu.sm, simulated(gpu, settings))[0]
 
 
 class _Printer:

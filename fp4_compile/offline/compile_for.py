@@ -62,18 +62,26 @@ def compile_for(
         TargetError, DeviceError: the target is unknown, no GPU, or this installation cannot compile for it.
         OptionError, PlanError, DumpError: a mistake in the options, a folder that cannot be written.
     """
-    gpu = find_target(target)
-    given = {"target": target, **(options or {})}
-    if out is not None:
-        given.setdefault("dump", str(out))
-    chosen = Options.parse(given)
-    _refuse_measuring(chosen)
-    register_lowerings()
+    folder = {} if out is None else {"dump": str(out)}
+    gpu, chosen, settings = prepared(target, {**folder, **(options or {})})
     traced = trace(model, inputs, chosen, gpu.sm)
-    result = compile_traced(traced, gpu, inductor_settings(chosen, None, ()))
+    result = compile_traced(traced, gpu, settings)
     if out is not None:
         _write(Path(out), traced, result)
     return result
+
+
+def prepared(target: str, options: Mapping[str, Any] | None) -> tuple[Target, Options, dict[str, Any]]:
+    """The GPU, the user's options, and Inductor's settings to generate code for it with.
+
+    Raises:
+        TargetError, DeviceError, OptionError: as `compile_for`.
+    """
+    gpu = find_target(target)
+    chosen = Options.parse({"target": target, **(options or {})})
+    _refuse_measuring(chosen)
+    register_lowerings()
+    return gpu, chosen, inductor_settings(chosen, None, on_cpu=False)
 
 
 def compile_traced(traced: list[Traced], target: Target, settings: Mapping[str, Any], ptx: bool = True) -> Offline:

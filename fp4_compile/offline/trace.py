@@ -1,7 +1,8 @@
-"""Trace a model on the CPU into the functional graphs that code is generated from; nothing is computed.
+"""Trace a model on the CPU into the functional graphs that code is generated from.
 
 The way is the backend's own: Dynamo, AOTAutograd, the pipeline, the partitioner. Where Inductor would compile a
-graph, the graph is kept, and in its place runs a function whose results are zeros of the right shapes.
+graph, the graph is kept, and something else runs in its place: a function whose results are zeros of the right
+shapes, so that nothing is computed, or what a caller makes of the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp4_compile._torch_compat import (
 )
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
-from fp4_compile.passes.hoist_weights import hoist_weights
+from fp4_compile.passes.hoist_weights import Hoisted, hoist_weights
 from fp4_compile.pipeline import Pipeline
 from fp4_compile.plan import Plan
 from fp4_compile.recorder import FolderRecorder, Recorder
@@ -40,6 +41,21 @@ class Traced:
     parts: list[tuple[str, fx.GraphModule]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """One functional graph as Inductor would be given it, and what it returns, as fake tensors."""
+
+    part: str
+    gm: fx.GraphModule
+    hoisted: Hoisted | None
+    """The weights' prologue, whose results are ``gm``'s last inputs."""
+    results: tuple[Any, ...]
+
+
+Executor = Callable[[Lowered], Callable[[list[Any]], Sequence[Any]]]
+"""From a graph to the function that runs in its place, given all inputs but the hoisted ones."""
+
+
 def trace(model: Callable[..., Any], inputs: Any, options: Options | None, sm: int) -> list[Traced]:
     """The graphs of a model, and of its backward if gradients are enabled and something requires them.
 
@@ -52,16 +68,26 @@ def trace(model: Callable[..., Any], inputs: Any, options: Options | None, sm: i
     Raises:
         Fp4CompileError: a mistake in the options.
     """
-    tracer = _Tracer(options, sm)
+    return execute(model, inputs, options, sm, _returning_zeros)[1]
+
+
+def execute(
+    model: Callable[..., Any], inputs: Any, options: Options | None, sm: int, executor: Executor
+) -> tuple[Any, list[Traced]]:
+    """`trace`, with what ``executor`` makes of the graphs run in their place.
+
+    Returns:
+        What the model returns then, and the graphs.
+    """
+    tracer = _Tracer(options, sm, executor)
     compiled = compile_apart(model, tracer)
     positional, keywords = _arguments(inputs)
     try:
-        compiled(*positional, **keywords)
+        return compiled(*positional, **keywords), tracer.traced
     except BackendCompilerFailed as failure:
         if isinstance(failure.inner_exception, Fp4CompileError):
             raise failure.inner_exception from None
         raise
-    return tracer.traced
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -73,9 +99,10 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class _Tracer:
     """A Dynamo backend."""
 
-    def __init__(self, options: Options | None, sm: int) -> None:
+    def __init__(self, options: Options | None, sm: int, executor: Executor) -> None:
         self._options = options
         self._sm = sm
+        self._executor = executor
         self.traced: list[Traced] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -91,7 +118,7 @@ class _Tracer:
             settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
         try:
             with without_autograd_cache(), backward_at_once():
-                compiled = compile_with_inductor(gm, example_inputs, _Keeper(current), settings)
+                compiled = compile_with_inductor(gm, example_inputs, _Keeper(current, self._executor), settings)
             if pipeline is not None:
                 pipeline.check_fit()
                 current.plan = pipeline.context.plan
@@ -104,29 +131,36 @@ class _Tracer:
 class _Keeper:
     """In the place of Inductor's compile of one functional graph."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, executor: Executor) -> None:
         self._traced = traced
+        self._executor = executor
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         returned: Any = gm.graph.output_node().args[0]
-        results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in returned]
+        results = tuple(node.meta["val"] if isinstance(node, fx.Node) else node for node in returned)
         part = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         static = sorted(kwargs.get("static_input_idxs") or ())
         hoisted = hoist_weights(gm, static) if part == "inference" else None
         if hoisted is not None:
             self._keep("weight_prologue", hoisted.prologue)
         self._keep(part, gm)
+        run = self._executor(Lowered(part, gm, hoisted, results))
 
-        def run(inputs: list[Any]) -> list[Any]:
+        def boxed(inputs: list[Any]) -> list[Any]:
+            given = list(inputs)
             inputs.clear()
-            return [_zeros(result) for result in results]
+            return list(run(given))
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
 
     def _keep(self, part: str, gm: fx.GraphModule) -> None:
         self._traced.recorder.graph(f"{part}_to_inductor", gm)
         self._traced.parts.append((part, gm))
+
+
+def _returning_zeros(lowered: Lowered) -> Callable[[list[Any]], Sequence[Any]]:
+    return lambda inputs: [_zeros(result) for result in lowered.results]
 
 
 def _zeros(result: Any) -> Any:

@@ -7,6 +7,7 @@ lets functions that were compiled for a GPU be interpreted. Every name it replac
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 import warnings
@@ -27,8 +28,10 @@ class Kernel:
         """``function``: what ``triton.jit`` made of it, or the Python function itself."""
         self._function = getattr(function, "fn", function)
 
-    def __call__(self, grid: Sequence[int], *arguments: Any) -> None:
+    def __call__(self, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
         """Run all programs, one after the other; the tensors among the arguments are read and written.
+
+        ``constants``: the kernel's ``tl.constexpr`` arguments.
 
         Raises:
             SimulationError: the kernel uses something that is not simulated.
@@ -43,7 +46,7 @@ class Kernel:
             builder.set_grid_dim(x, y, z)
             for i in range(x * y * z):
                 builder.set_grid_idx(i % x, i // x % y, i // (x * y))
-                _call(body, handles)
+                _call(functools.partial(body, **constants), handles)
 
 
 def _call(body: Callable[..., Any], handles: list[Any]) -> None:
@@ -77,6 +80,9 @@ def interpreted() -> Iterator[None]:
         previous = type(builder)
         builder.__class__ = builder_class()
         stack.callback(setattr, builder, "__class__", previous)
+        # What a GPU computes unless it debugs; checking every integer for overflow takes a third of the time.
+        unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
+        stack.enter_context(mock.patch.object(builder, "options", unchecked))
         stack.enter_context(mock.patch.object(JITFunction, "__call__", _interpret))
         stack.enter_context(mock.patch.object(interpreter.ReduceOps, "generic_reduce", _reduce))
         for name in dir(generic):

@@ -1,0 +1,193 @@
+"""Run a whole program that Inductor wrote for a GPU on CPU tensors.
+
+The program's own Python runs, with the CPU where it names the GPU: its Triton kernels in the interpreter, in the
+configuration and the grid that they would be launched with; matrix products and other operators of a library on the
+CPU. What cannot be put onto the CPU is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp4_compile._torch_compat import launch_grid, load_kernel
+from fp4_compile.errors import SimulationError
+from fp4_compile.offline.generate import Program, generate
+from fp4_compile.offline.machine import Target, offline_device
+from fp4_compile.offline.trace import Executor, Lowered
+from fp4_compile.simulation.interpreter import Kernel
+
+aten = torch.ops.aten
+
+# What Inductor writes into a program for a GPU, and what stands there for the CPU.
+_ON_THE_CPU = (
+    (r"from torch\._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = lambda device: None"),
+    (r"^async_compile = AsyncCompile\(\)$", ""),
+    (r"^empty_strided_cuda = .*$", "empty_strided_gpu = torch._C._dynamo.guards._empty_strided_cpu"),
+    (r"torch\.cuda\._DeviceGuard\(0\)", "contextlib.nullcontext()"),
+    (r"torch\.cuda\.set_device\(0\)", "pass"),
+    (r"device\(type='cuda', index=0\)", "device(type='cpu')"),
+    (r"device_str='cuda'", "device_str='simulated'"),
+    (r"\bempty_strided_cuda\b", "empty_strided_gpu"),
+)
+_KERNEL_TEXT = re.compile(r"(async_compile\.triton\('\w+', )'''(.*?)'''", re.DOTALL)
+_SELF_TEST = re.compile(r"^def (get_args|benchmark_compiled_module)\(.*", re.DOTALL | re.MULTILINE)
+
+
+def simulated(target: Target, settings: Mapping[str, Any]) -> Executor:
+    """An executor that generates the program of each graph and runs it here."""
+
+    def executor(lowered: Lowered) -> Callable[[list[Any]], Sequence[Any]]:
+        loaded: list[SimulatedProgram] = []
+
+        def run(inputs: list[Any]) -> Sequence[Any]:
+            hoisted = lowered.hoisted
+            if not loaded:  # at the first call, and not in the middle of the trace
+                parts = [("weight_prologue", hoisted.prologue)] if hoisted is not None else []
+                for part, gm in [*parts, (lowered.part, lowered.gm)]:
+                    loaded.append(SimulatedProgram(generate(part, gm, settings, target), target))
+            if hoisted is None:
+                return loaded[0](inputs)
+            return loaded[1]([*inputs, *loaded[0]([inputs[i] for i in hoisted.inputs])])
+
+        return run
+
+    return executor
+
+
+class SimulatedProgram:
+    """A program on CPU tensors.
+
+    Raises:
+        SimulationError: it does something that is not simulated.
+    """
+
+    def __init__(self, program: Program, target: Target) -> None:
+        kernels: list[str] = []
+
+        def lift(match: re.Match[str]) -> str:
+            kernels.append(match.group(2))
+            return f"{match.group(1)}{len(kernels) - 1}"
+
+        text = _KERNEL_TEXT.sub(lift, _SELF_TEST.sub("", program.source))
+        for written, instead in _ON_THE_CPU:
+            text = re.sub(written, instead, text, flags=re.MULTILINE)
+        left = next((line.strip() for line in text.splitlines() if _names_a_gpu(line)), None)
+        if left is not None:
+            raise SimulationError(f"{program.part}: not simulated: {left}")
+        space: dict[str, Any] = {"__name__": program.part, "async_compile": _Kernels(kernels, target)}
+        exec(compile("import contextlib\n" + text, f"<{program.part} for {target.name}>", "exec"), space)
+        self._call = space["call"]
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The program's results; ``inputs`` as its graph has them."""
+        with torch.no_grad(), _Attention():  # type: ignore[no-untyped-call]
+            results: Sequence[Any] = self._call(list(inputs))
+        return results
+
+
+def _names_a_gpu(line: str) -> bool:
+    return "cuda" in line.partition("#")[0]
+
+
+class _Kernels:
+    """In the place of Inductor's pool of compilers."""
+
+    def __init__(self, sources: Sequence[str], target: Target) -> None:
+        self._sources, self._target = sources, target
+
+    def triton(self, name: str, position: int, device_str: str) -> SimulatedKernel:
+        return SimulatedKernel(name, self._sources[position], self._target)
+
+    def wait(self, scope: Mapping[str, Any]) -> None:
+        pass
+
+    def __getattr__(self, kind: str) -> Any:
+        raise SimulationError(f"a kernel in another language than Triton ({kind}) is not simulated")
+
+
+class SimulatedKernel:
+    """A Triton kernel that Inductor wrote, launched as its program does."""
+
+    def __init__(self, name: str, source: str, target: Target) -> None:
+        with offline_device(target):
+            tuner = load_kernel(name, source)
+            config = tuner.configs[0]  # the one that runs when nothing is autotuned
+            known = tuner._create_compile_meta(config)["constants"]
+        names = tuner.fn.arg_names
+        self._tuner, self._config = tuner, config
+        self._constants = {names[i]: known[names[i]] for i in tuner.fn.constexprs if names[i] in known}
+        self._names = [name for name in names if name not in self._constants]
+        self._kernel = Kernel(tuner.fn)
+
+    def run(self, *arguments: Any, stream: Any) -> None:
+        """Launch; behind the kernel's own arguments may stand the grid."""
+        names = [*self._names, *self._tuner.inductor_meta.get("extra_launcher_args", ())]
+        values = dict(zip(names, arguments, strict=True))
+        grid = launch_grid(self._tuner, self._config, values)
+        self._kernel(grid, *arguments[: len(self._names)], **self._constants)
+
+
+class _Attention(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The GPU's attention operators by the CPU's, whose results have the same meaning but for the random state."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        attend = _ATTENTION.get(func)
+        if attend is None:
+            return func(*args, **given)
+        results = attend(*args, scale=given.get("scale"))
+        shapes = func(*_on_meta(args), **given)
+        return tuple(_laid_out(x, like) for x, like in zip(results, shapes, strict=True))
+
+
+def _flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, scale: Any) -> Any:
+    out, logsumexp = _FORWARD(q, k, v, dropout, causal, attn_mask=None, scale=scale)
+    return (out, logsumexp, None, None, q.shape[2], k.shape[2], None, None, None)
+
+
+def _efficient(
+    q: Any, k: Any, v: Any, mask: Any, _: Any, dropout: float = 0.0, causal: bool = False, *, scale: Any
+) -> Any:
+    return (*_FORWARD(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None)
+
+
+def _flash_backward(*args: Any, scale: Any) -> Any:
+    grad, q, k, v, out, logsumexp, _, _, _, _, dropout, causal, *_ = args
+    return _BACKWARD(grad, q, k, v, out, logsumexp, dropout, causal, attn_mask=None, scale=scale)
+
+
+def _efficient_backward(*args: Any, scale: Any) -> Any:
+    grad, q, k, v, mask, out, logsumexp, _, _, dropout, _, causal = args
+    logsumexp = logsumexp[..., : q.shape[2]]  # the GPU's is padded
+    return (*_BACKWARD(grad, q, k, v, out, logsumexp, dropout, causal, attn_mask=mask, scale=scale), None)
+
+
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_ATTENTION: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}
+
+
+def _on_meta(args: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
+
+
+def _laid_out(result: Any, like: Any) -> Any:
+    """A result of the CPU's with the sizes and strides of the GPU's; zeros for one that only a GPU has."""
+    if not isinstance(like, torch.Tensor):
+        return result
+    laid = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+    if isinstance(result, torch.Tensor):
+        laid[tuple(map(slice, result.shape))] = result
+    return laid

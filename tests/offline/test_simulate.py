@@ -1,0 +1,200 @@
+"""Programs for GPUs, run on this CPU: their results are those of the graphs they were generated from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_compile_for import gpu_state
+from torch import Tensor, nn
+
+from fp4_compile import numerics, ops
+from fp4_compile.errors import DeviceError, SimulationError
+from fp4_compile.offline import machine
+from fp4_compile.offline.compile_for import prepared
+from fp4_compile.offline.generate import Program
+from fp4_compile.offline.trace import Lowered, execute
+from fp4_compile.simulation import program as simulation
+from fp4_compile.testing import simulate
+
+EVERYTHING = {"target": None}  # small layers do not pay on any device
+
+
+class Block(nn.Module):
+    """Attention with fewer keys than queries, and SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(128), nn.RMSNorm(128)
+        self.q, self.kv, self.o = (nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.gate, self.up, self.down = nn.Linear(128, 256), nn.Linear(128, 256, bias=False), nn.Linear(256, 128)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (4, 32)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2).repeat_interleave(2, 1) for t in self.kv(h).chunk(2, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def reference(lowered: Lowered) -> Callable[[list[Any]], Sequence[Any]]:
+    """An executor that runs the graph itself, with the CPU's operators."""
+    gm, hoisted = copy.deepcopy(lowered.gm), lowered.hoisted
+    prologue = copy.deepcopy(hoisted.prologue) if hoisted is not None else None
+
+    def run(inputs: list[Any]) -> Any:
+        with torch.no_grad():
+            if hoisted is not None:
+                inputs = [*inputs, *prologue(*[inputs[i] for i in hoisted.inputs])]
+            return gm(*inputs)
+
+    return run
+
+
+def by_reference(model: Any, inputs: Any, target: str, options: dict[str, Any]) -> Any:
+    gpu, chosen, _ = prepared(target, options)
+    torch._dynamo.reset()
+    return execute(model, inputs, chosen, gpu.sm, reference)[0]
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def both(training: bool, target: str, options: dict[str, Any], *more: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Output and gradients of the block by the simulator, the reference, and in BF16."""
+    results = []
+    for run in (simulate, by_reference, lambda model, inputs, *_: model(*inputs)):
+        torch.manual_seed(0)
+        model = Block().bfloat16()
+        x = torch.randn((1, 32, 128) if training else (2, 64, 128)).bfloat16().requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            y = run(model, (x, *more), target, options)
+        if training:
+            y.float().square().mean().backward()
+        results.append([y.detach()] + [p.grad for p in (x, *model.parameters()) if p.grad is not None])
+    assert len(results[0]) == (12 if training else 1)
+    return list(zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+def test_inference(target: str) -> None:
+    [(got, want, bf16)] = both(False, target, EVERYTHING)
+    assert difference(got, bf16) > 0.015  # it is really quantized
+    # Sums in another order move a BF16 number to its neighbour, and now and then an FP4 number.
+    assert difference(got, want) < 0.012
+
+
+def test_a_mask_takes_the_other_attention_operator() -> None:
+    mask = torch.rand(2, 1, 64, 64).bfloat16()
+    [(got, want, _)] = both(False, "sm_100", EVERYTHING, mask)
+    assert difference(got, want) < 0.012
+
+
+def test_training() -> None:
+    options = {**EVERYTHING, "training": {"stochastic_rounding": False, "bf16_share": 0.0}}
+    for got, want, bf16 in both(True, "sm_100", options):
+        assert difference(got, want) < max(0.012, 0.6 * difference(bf16, want))
+
+
+def test_random_rounding_is_right_on_average() -> None:
+    layer, x = nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(128, 64).bfloat16()
+    torch.manual_seed(1)
+    target, total = torch.randn(128, 64).bfloat16(), torch.zeros(64, 64)
+    for _ in range(8):
+        layer.weight.grad = None
+        (simulate(layer, x, "sm_100", {**EVERYTHING, "training": {"bf16_share": 0.0}}) * target).sum().backward()
+        total += layer.weight.grad.float() / 8
+    one, mean = (difference(g, target.float().T @ x.float()) for g in (layer.weight.grad, total))
+    assert 0.08 < one < 0.25
+    assert mean < 0.75 * one  # 1 / sqrt(8) of the gradient's part; that of x is rounded to nearest
+
+
+def test_codes_are_the_references_with_the_producer_inside() -> None:
+    def quantized(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return ops.quantize_rows(torch.relu(x) * y, True)
+
+    x, y = (torch.randn(70, 96).bfloat16() for _ in range(2))
+    with torch.no_grad():
+        codes, scales, amax = simulate(quantized, (x, y), "sm_100")
+    product = (torch.relu(x).float() * y.float()).bfloat16()
+    want_codes, want_scales, want_amax = numerics.quantize_1x16(product, numerics.row_amax(product))
+    assert torch.equal(codes, want_codes) and torch.equal(amax, want_amax)
+    assert torch.equal(scales.view(torch.uint8), numerics.swizzle_scales(want_scales).view(torch.uint8))
+
+
+class Epilogue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 96)
+
+    def forward(self, x: Tensor, rest: Tensor) -> Tensor:
+        return rest + F.gelu(self.layer(x))
+
+
+def decoded(x: Tensor) -> Tensor:
+    return numerics.dequantize(*numerics.quantize_1x16(x, numerics.row_amax(x)), x.shape[-1]).double()
+
+
+def epilogue_error(target: str) -> float:
+    torch.manual_seed(2)
+    model, x, rest = Epilogue().bfloat16(), torch.randn(150, 64).bfloat16(), torch.randn(150, 96).bfloat16()
+    with torch.no_grad():
+        got = simulate(model, (x, rest), target, EVERYTHING).double()
+        sums = decoded(x) @ decoded(model.layer.weight).T + model.layer.bias.double()
+        want = rest.double() + F.gelu(sums.bfloat16().double())
+    return float(((got - want).abs() / want.abs().clamp_min(0.5)).max())
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_epilogues(target: str) -> None:
+    assert epilogue_error(target) < 2**-6  # roundings to BF16 of the sum, of GELU's result, and of the residual sum
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new"),
+    [
+        ("nibbles swapped", "e2m1x2.f32 a, $2, $1", "e2m1x2.f32 a, $1, $2"),
+        ("scale column shifted", "k * REP_K, 0, 0]", "k * REP_K + 1, 0, 0]"),
+        ("half of alpha dropped", "amax_a * amax_b *", "amax_a *"),
+        ("swizzle wrong", "row += slot * ", "row += 1 + slot * "),
+    ],
+)
+def test_mutations_are_seen(what: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, found = simulation.generate, []
+
+    def changed(*args: Any) -> Program:
+        program = generate(*args)
+        if program.part != "inference":  # nibbles swapped in both operands are the same product
+            return program
+        found.append(old in program.source)
+        return dataclasses.replace(program, source=program.source.replace(old, new))
+
+    monkeypatch.setattr(simulation, "generate", changed)
+    assert not epilogue_error("sm_100") < 2**-4
+    assert any(found)
+
+
+def test_what_is_not_simulated_is_refused() -> None:
+    source = "def call(args):\n    torch.cuda.current_stream()  # cuda\n"
+    with pytest.raises(SimulationError, match=r"inference: not simulated: torch.cuda.current_stream\(\)"):
+        simulation.SimulatedProgram(Program("inference", source, {}, ()), machine.find_target("sm_100"))
+    source = "call = async_compile.cpp_pybinding"
+    with pytest.raises(SimulationError, match="another language than Triton"):
+        simulation.SimulatedProgram(Program("inference", source, {}, ()), machine.find_target("sm_100"))
+    with pytest.raises(DeviceError, match="did you mean 'sm_100'"):
+        simulate(nn.Linear(64, 64), torch.randn(4, 64), "sm100")
+
+
+def test_the_process_is_as_before() -> None:
+    before = gpu_state()
+    with torch.no_grad():
+        simulate(nn.Linear(64, 64).bfloat16(), torch.randn(4, 64).bfloat16(), "sm_120", EVERYTHING)
+    assert gpu_state() == before
