@@ -63,21 +63,35 @@ def _amax(x: Any) -> Any:
 
 
 def _quantize_rows(x: Any, swizzled: bool, hadamard: int = 0, seed: Any = None, stream: int = 0) -> Any:
-    from fp4_compile.codegen.triton.configs import row_quantizer_configs
+    from fp4_compile.codegen.triton.columns import QUANTIZE_COLUMNS
+    from fp4_compile.codegen.triton.configs import column_quantizer_config, row_quantizer_configs
     from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
 
     device, (rows, k) = x.get_device(), x.get_size()
     blocks = (k + BLOCK - 1) // BLOCK
+    template = QUANTIZE_COLUMNS if swizzled and _lies_by_columns(x) else QUANTIZE_ROWS
+    if template is QUANTIZE_COLUMNS:
+        x = inductor().lowering.permute(x, [1, 0])
+        config = column_quantizer_config(_hint(k), _sm(device), seed is not None)
+    else:
+        config, *_ = row_quantizer_configs(_hint(rows), _hint(k), _sm(device), swizzled, seed is not None)
     x = _rows_in_order(x)
     _fuse_producer(x)
     written = [_empty_scales(rows, blocks, device, swizzled), _empty((rows, 1), torch.float32, device)]
-    config, *_ = row_quantizer_configs(_hint(rows), _hint(k), _sm(device), swizzled, seed is not None)
     config = {**config, "HADAMARD": hadamard}
     read = [x]
     if seed is not None:
         config["STREAM"] = stream
         read.append(_realized(seed))
-    return _quantizer(QUANTIZE_ROWS, config, read, written, (rows, blocks), k)
+    return _quantizer(template, config, read, written, (rows, blocks), k)
+
+
+def _lies_by_columns(x: Any) -> bool:
+    """Whether x is the transpose of what lies in memory, or will, row by row."""
+    strides = x.maybe_get_stride()
+    if strides is None:  # not laid out yet: as its own maker will have it, in order
+        return isinstance(x.data, inductor().ir.PermuteView)
+    return bool(strides[0] == 1 and strides[1] != 1)
 
 
 def _quantize_tiles(w: Any, amax: Any) -> Any:

@@ -55,7 +55,7 @@ def test_rms_norm_and_quantizer_are_one_kernel():
 QUANTIZER_FAULTS = {
     "nibbles swapped": ("e2m1x2.f32 a, $2, $1", "e2m1x2.f32 a, $1, $2"),
     "halves swapped": ("halves[0], inverse_0), _to_e2m1(halves[2]", "halves[2], inverse_0), _to_e2m1(halves[0]"),
-    "swizzle wrong": ("row += slot * ", "row += 1 + slot * "),
+    "swizzle wrong": ("row % 128 // 32 * 4", "(row % 128 // 32 ^ 1) * 4"),
     "scale of the neighbour": ("_to_e2m1(halves[2], inverse_1)", "_to_e2m1(halves[2], inverse_0)"),
 }
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from kernels import cdiv, compiled, run, same_bytes
 
-from fp4_compile import numerics
+from fp4_compile import numerics, ops
 from fp4_compile.codegen.cpu_training import random_bytes
 from fp4_compile.codegen.triton import configs
+from fp4_compile.codegen.triton.columns import QUANTIZE_COLUMNS
 from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
 from fp4_compile.codegen.triton.tiles import QUANTIZE_TILES
 
@@ -16,17 +17,22 @@ SEED = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64)
 STREAM = 5
 
 
-def quantized(x, sm, hadamard, stochastic, mutate=None):
+def quantized(x, sm, hadamard, stochastic, mutate=None, turned=False):
+    """``turned``: by the kernel that reads the transpose of x."""
     rows, k = x.shape
     blocks = cdiv(k, 16)
-    config = {**configs.row_quantizer_configs(rows, k, sm, True, stochastic)[0], "HADAMARD": hadamard}
+    template, config = QUANTIZE_ROWS, configs.row_quantizer_configs(rows, k, sm, True, stochastic)[0]
+    if turned:
+        template, config = QUANTIZE_COLUMNS, configs.column_quantizer_config(k, sm, stochastic)
+        x = x.T.contiguous()
+    config = {**config, "HADAMARD": hadamard}
     scales = torch.full(numerics.swizzled_shape(rows, blocks), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
     amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, blocks * 8), 99, dtype=torch.uint8)
     tensors = {"X": x, "SCALES": scales, "AMAX": amax}
     if stochastic:
         config["STREAM"] = STREAM
         tensors = {"X": x, "SEED": SEED, "SCALES": scales, "AMAX": amax}
-    run(QUANTIZE_ROWS, tensors, codes, config, QUANTIZE_ROWS.grid(rows, blocks * 8, config, cdiv=cdiv), mutate=mutate)
+    run(template, tensors, codes, config, template.grid(rows, blocks * 8, config, cdiv=cdiv), mutate=mutate)
     return codes, scales.view(torch.uint8), amax
 
 
@@ -48,6 +54,26 @@ def test_rows_are_the_reference_byte_for_byte(sm, hadamard, stochastic, rows, k,
     x[0, 0] = torch.nan
     x[1] = 0
     assert same_bytes(quantized(x, sm, hadamard, stochastic), reference(x, hadamard, stochastic))
+
+
+@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize(("hadamard", "stochastic"), [(0, False), (16, False), (16, True)])
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"), [(130, 600, torch.bfloat16), (40, 200, torch.float32), (3, 9, torch.bfloat16)]
+)
+def test_columns_are_the_reference_byte_for_byte(sm, hadamard, stochastic, rows, k, dtype):
+    x = (torch.randn(rows, k) * torch.exp(2 * torch.randn(rows, 1))).to(dtype)
+    x[0, 0] = torch.nan
+    x[1] = 0
+    assert same_bytes(quantized(x, sm, hadamard, stochastic, turned=True), reference(x, hadamard, stochastic))
+
+
+@pytest.mark.parametrize(
+    "fault", [("permute(0, 1, 4, 2, 3)", "permute(0, 1, 4, 3, 2)"), ("_split8(second", "_split8(third")]
+)
+def test_faults_of_the_columns_are_caught(fault):
+    x = torch.randn(40, 600).bfloat16()
+    assert not same_bytes(quantized(x, 100, 16, False, fault, turned=True), reference(x, 16, False))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +106,7 @@ def tiles(w, sm, mutate=None):
 
 
 def tiles_by_reference(w):
-    codes, scales, turned, turned_scales = torch.ops.fp4.quantize_tiles(w, numerics.tensor_amax(w))
+    codes, scales, turned, turned_scales = ops.quantize_tiles(w, numerics.tensor_amax(w))
     return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8)
 
 
@@ -122,7 +148,14 @@ def test_what_they_are_compiled_to(sm):
     assert bool(random.count(r"cvt\.rs\.satfinite\.e2m1x4")) == (sm < 120)
     config = {"num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
     tensors = {"X": x, "AMAX": amax, "SCALES": scales, "TURNED": codes, "TURNED_SCALES": scales}
-    for kernel in (nearest, random, compiled(QUANTIZE_TILES, tensors, codes, config, sm)):
+    turned = []
+    for stochastic in (False, True):
+        config = {**configs.column_quantizer_config(4096, sm, stochastic), "HADAMARD": 16, "STREAM": 3}
+        seed = {"SEED": SEED} if stochastic else {}
+        inputs = {"X": torch.empty(4096, 1024).bfloat16(), **seed, "SCALES": scales, "AMAX": amax}
+        turned.append(compiled(QUANTIZE_COLUMNS, inputs, codes, config, sm))
+        assert turned[-1].count(r"st\.global[.\w]*\.v4\.b32") and not turned[-1].count(r"st\.global[.\w]*\.b8")
+    for kernel in (nearest, random, *turned, compiled(QUANTIZE_TILES, tensors, codes, config, sm)):
         assert kernel.spills == kernel.stack == 0, kernel.name
         assert kernel.count(r"ld\.global[.\w]*\.v4\.b32"), kernel.name
         assert not kernel.count(r"ld\.global[.\w]*\.b16"), kernel.name

@@ -48,6 +48,17 @@ def row_quantizer_configs(rows: int, k: int, sm: int, swizzled: bool, stochastic
     return [{**candidate, **constants} for candidate in candidates]
 
 
+def column_quantizer_config(k: int, sm: int, stochastic: bool = False) -> Config:
+    """Return the configuration of `QUANTIZE_COLUMNS` for columns of ``k`` elements (a hint).
+
+    A program has 32 columns, 64 bytes of a row, so that a matrix of 4096 columns keeps all of a GPU's multiprocessors
+    busy, and many rows at a time, since no other program on its multiprocessor hides the loads' latency.
+    """
+    tall = min(512, max(64, _power_of_two(k)))
+    constants = {"SWIZZLED": True, "HADAMARD": 0, "STOCHASTIC": stochastic, **hardware(sm)}
+    return {"ROWS": 32, "TALL": tall, "num_warps": tall // 32, "num_stages": 1, **constants}
+
+
 def gemm_choices(m: int, n: int, k: int, sm: int, swizzled: bool) -> list[tuple[KernelTemplate, Config]]:
     """Return candidates for ``[m, k] x [n, k]`` with FP4 tensor cores; ``m`` is a hint, ``k`` the packed length.
 

@@ -69,13 +69,13 @@ _SPLIT = """\
     halves = halves + (_split8(x.to(tl.float32)),)
 """
 
-_TRANSFORM = """\
+TRANSFORM = """\
 {% if HADAMARD %}
 halves = _hadamard16(halves[0], halves[1]) + _hadamard16(halves[2], halves[3])
 {% endif %}
 """
 
-_RANDOM_WORDS = """
+RANDOM_WORDS = """
 {% if STOCHASTIC %}
 @triton.jit
 def _random_words(seed, counter, STREAM: tl.constexpr):
@@ -85,12 +85,12 @@ def _random_words(seed, counter, STREAM: tl.constexpr):
 {% endif %}
 """
 
-_AMAX = """\
+AMAX = """\
 amax_0 = _maximum(_amax8(halves[0]), _amax8(halves[1]))
 amax_1 = _maximum(_amax8(halves[2]), _amax8(halves[3]))
 """
 
-_STORE = """\
+STORE = """\
 pair, scale_0, scale_1 = _to_e4m3(amax_0 * factor, amax_1 * factor)
 inverse_0 = _inverse_scale(scale_0, decode, keep)
 inverse_1 = _inverse_scale(scale_1, decode, keep)
@@ -134,14 +134,15 @@ whole = (idx_m < M) & (idx_b < BLOCKS * 8)
 """
 
 
-def _indent(text: str, width: int) -> str:
+def indent(text: str, width: int) -> str:
+    """Put a template's part ``width`` columns to the right; Jinja's lines stay."""
     pad = " " * width
     text = text.replace("LOAD_INDENT", str(width + 4)).replace("STORE_INDENT", str(width))
     lines = (line if not line or line.startswith("{%") else pad + line for line in text.split("\n"))
     return "\n".join(lines)
 
 
-_FINISH_AMAX = """\
+FINISH_AMAX = """\
 amax = tl.where(amax < float("inf"), amax, float("nan"))
 amax = tl.where(amax == 0.0, 0.0, tl.maximum(amax, 7.899322037525772e-36, propagate_nan=tl.PropagateNan.ALL))
 tl.store(AMAX + row, amax[:, None], mask=row < M)
@@ -159,7 +160,7 @@ _ONE_PASS = (
         col = pieces + part * COLS
         halves = ()
 """
-    + _indent(_QUARTERS + _LOAD + _SPLIT + _TRANSFORM + _AMAX, 8)
+    + indent(_QUARTERS + _LOAD + _SPLIT + TRANSFORM + AMAX, 8)
     + """\
         most = _maximum(most, _maximum(amax_0, amax_1))
         tiles = tiles + ((halves, amax_0, amax_1),)
@@ -172,19 +173,19 @@ _ONE_PASS_NORM = (
     for part in tl.static_range(PARTS):
         col = pieces + part * COLS
 """
-    + _indent(_QUARTERS + _LOAD, 8)
+    + indent(_QUARTERS + _LOAD, 8)
     + """\
             squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 2)
             loaded = loaded + (x,)
 """
-    + _indent(_RSTD, 4)
+    + indent(_RSTD, 4)
     + """\
     tiles = ()
     for part in tl.static_range(PARTS):
         col = pieces + part * COLS
         halves = ()
 """
-    + _indent(_QUARTERS + "    x = loaded[part * 4 + quarter]\n" + _NORMALIZE + _AMAX, 8)
+    + indent(_QUARTERS + "    x = loaded[part * 4 + quarter]\n" + _NORMALIZE + AMAX, 8)
     + """\
         most = _maximum(most, _maximum(amax_0, amax_1))
         tiles = tiles + ((halves, amax_0, amax_1),)
@@ -195,13 +196,13 @@ _AFTER_ONE_PASS = (
     """\
     amax = tl.reduce(most, 1, _maximum)
 """
-    + _indent(_FINISH_AMAX, 4)
+    + indent(FINISH_AMAX, 4)
     + """\
     for part in tl.static_range(PARTS):
         col = pieces + part * COLS
         halves, amax_0, amax_1 = tiles[part]
 """
-    + _indent(_STORE, 8)
+    + indent(STORE, 8)
 )
 
 
@@ -218,32 +219,32 @@ def _passes(norm: bool) -> str:
             col = pieces + step * COLS
             halves = ()
 """
-        + _indent(_QUARTERS + _LOAD, 12)
+        + indent(_QUARTERS + _LOAD, 12)
         + (
             """\
                 if phase == 0:
                     squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 2)
                 else:
 """
-            + _indent(_NORMALIZE, 16)
+            + indent(_NORMALIZE, 16)
             if norm
             else ""
         )
-        + ("" if norm else _indent(_SPLIT + _TRANSFORM, 12))
+        + ("" if norm else indent(_SPLIT + TRANSFORM, 12))
         + f"            if phase == {int(norm)}:\n"
-        + _indent(_AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
+        + indent(AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
         + f"            if phase == {int(norm) + 1}:\n"
-        + _indent(_AMAX + _STORE, 16)
-        + ("        if phase == 0:\n" + _indent(_RSTD, 12) if norm else "")
+        + indent(AMAX + STORE, 16)
+        + ("        if phase == 0:\n" + indent(_RSTD, 12) if norm else "")
         + f"        if phase == {int(norm)}:\n"
         + """\
             amax = tl.reduce(most, 1, _maximum)
 """
-        + _indent(_FINISH_AMAX, 12)
+        + indent(FINISH_AMAX, 12)
     )
 
 
-_KERNEL = """\
+KERNEL = """\
 {% if STOCHASTIC %}
 {{def_kernel("X", "SEED", "SCALES", "AMAX")}}
     seed = tl.load(SEED)
@@ -257,7 +258,7 @@ _NORM_KERNEL = '{{def_kernel("X", "WEIGHT", "SCALES", "AMAX")}}\n'
 
 def _row_source(norm: bool) -> str:
     return (
-        (_NORM_KERNEL if norm else _KERNEL)
+        (_NORM_KERNEL if norm else KERNEL)
         + _SIZES
         + _ROWS
         + "    most = tl.zeros((ROWS, PIECES), tl.float32)\n"
@@ -269,7 +270,7 @@ def _row_source(norm: bool) -> str:
         + _passes(norm)
         + "{% endif %}\n"
         + HELPERS
-        + ("" if norm else TRAINING_HELPERS + _RANDOM_WORDS)
+        + ("" if norm else TRAINING_HELPERS + RANDOM_WORDS)
     )
 
 
