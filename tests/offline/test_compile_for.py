@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from swiglu import SwiGlu
 from torch import nn
 
@@ -63,6 +64,22 @@ def test_no_kernel_fails_spills_or_reads_in_small_pieces(inference):
     for kernel in (k for k in summary.kernels if k.role == "quantizer"):
         assert kernel.load_widths[16] >= 4
         assert kernel.instructions["cvt e2m1"]
+
+
+def test_an_epilogue_with_two_results_does_not_spill():
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(384, 1536), nn.Linear(1536, 384)
+
+        def forward(self, x):
+            return self.narrow(F.gelu(self.wide(x)))
+
+    x = torch.zeros(2048, 384).bfloat16().requires_grad_()
+    options = {**EVERYTHING, "training": {"bf16_share": 0.0}}
+    summary = compile_for(Mlp().bfloat16(), x, "sm_100", options=options).summary
+    assert sum(k.launches for k in summary.kernels if k.role == "fp4 gemm") == 6
+    assert [(k.name, k.faults) for k in summary.kernels if k.faults] == []
 
 
 def test_producers_and_consumers_are_inside_the_kernels(inference):
