@@ -63,6 +63,7 @@ def _call(body: Callable[..., Any], handles: list[Any]) -> None:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Interpret Triton functions with a GPU's arithmetic; may be entered again inside."""
+    import triton.compiler.code_generator  # noqa: F401  it copies functions of tl when first imported: not replaced ones
     import triton.language as tl
     from triton.language.extra import cuda
     from triton.language.extra import libdevice as generic
