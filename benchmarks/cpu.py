@@ -26,6 +26,7 @@ import cpu_peers
 import minilm
 import torch
 import torch.nn.functional as F
+from tables import columns
 from torch import Tensor
 
 import fp4_compile
@@ -183,13 +184,6 @@ def compare(name: str, model: Any, batch: dict[str, Any], tokens: int, rounds: i
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Columns of a list of like rows."""
-    cells = [list(rows[0])] + [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes")
@@ -208,22 +202,22 @@ def main() -> None:
     print(f"{result['threads']} threads, {result['stream_gb_s']:.1f} GB/s read, cache {result['cache_mib']:.0f} MiB\n")
     shapes = DECODE[:1] if quick else DECODE
     result["decode"] = [decode(m, n, k, 3 if quick else 9, bandwidth) for n, k in shapes for m in (1, 4)]
-    print(table(result["decode"]), "\n", flush=True)
+    print(columns(result["decode"]), "\n", flush=True)
     result["prefill"] = [prefill(m, 4096, 4096, 3 if quick else 7) for m in (PREFILL[:1] if quick else PREFILL)]
     result["prefill"].append(prefill(2048, 2048, 2048, 3 if quick else 7))
-    print(table(result["prefill"]), "\n", flush=True)
+    print(columns(result["prefill"]), "\n", flush=True)
     result["decode_speedup"] = min(row["speedup"] for row in result["decode"])
     result["prefill_speedup"] = min(row["speedup"] for row in result["prefill"] if row["n"] == 4096)
     result["quantizer_share"] = result["prefill"][-1]["quantizer_share"]
     if arguments.ggml:
         result["ggml"] = [ggml(m, 4096, 4096, 3 if quick else 5, arguments.ggml) for m in (1, 4, 512)]
-        print(table(result["ggml"]), "\n", flush=True)
+        print(columns(result["ggml"]), "\n", flush=True)
     result["models"] = []
     save(arguments.json, result)
     for row in models(quick):
         result["models"].append(row)
         save(arguments.json, result)
-        print(table([row]), flush=True)
+        print(columns([row]), flush=True)
 
 
 def save(path: str | None, result: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.nn.functional as F
 from offline_models import LlamaBlock
+from tables import columns
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -40,9 +41,10 @@ def seconds(call: Callable[..., object], least: float, *arguments: Any) -> float
     )
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ``fp4`` operators with the kernels of this device."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """A function with the kernels of this device; those of other sizes are forgotten, since Dynamo keeps but eight."""
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
 def quantize(x: Tensor, hadamard: int = 0, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,15 +77,15 @@ def correctness(device: str, fp4: bool) -> list[Row]:
         for name, function in quantizers.items() if fp4 else ():
             good = same(compiled(function)(x.to(device)), function(x))
             rows.append({"kernel": name, "size": f"{m}x{k}", "error": 0.0 if good else 1.0, "right": good})
-        a, b = quantize(x), quantize(w)
-        exact = F.linear(decoded(x), decoded(w)).double()
-        on = [t.to(device) for t in (*a, *b)]
+        weight = decoded(w)
         if fp4:
+            on = [t.to(device) for t in (*quantize(x), *quantize(w))]
+            exact = F.linear(decoded(x), weight).double()
             got = compiled(lambda *t: ops.scaled_mm(*t, None, torch.float32, True))(*on)
             rows.append(product_row("product", (m, n, k), got, exact))
         codes, scales, amax = (t.to(device) for t in numerics.quantize_1x16(w, numerics.row_amax(w)))
         got = compiled(lambda *t: ops.weight_mm(*t, None, torch.float32))(x.to(device), codes, scales, amax)
-        rows.append(product_row("product, weight-only", (m, n, k), got, F.linear(x.float(), decoded(w)).double()))
+        rows.append(product_row("product, weight-only", (m, n, k), got, F.linear(x.float(), weight).double()))
     return rows
 
 
@@ -104,11 +106,11 @@ def products(device: str, fp4: bool, sizes: list[tuple[int, int, int]], least: f
         flops = 2e-12 * m * n * k
         row: Row = {"M": m, "N": n, "K": k, "cuBLAS BF16": flops / seconds(F.linear, least, x, w)}
         if fp4:
-            a, b = compiled(quantize)(x), compiled(quantize)(w)
+            a, b = (compiled(quantize)(t) for t in (x, w))
             ours = compiled(lambda *t: ops.scaled_mm(*t, None, torch.bfloat16, True))
             row["ours"] = flops / seconds(ours, least, *a, *b)
             row["cuBLAS NVFP4"] = library_nvfp4(a, b, flops, least)
-        codes, scales, amax = (t.to(device) for t in numerics.quantize_1x16(w.cpu(), numerics.row_amax(w.cpu())))
+        codes, scales, amax = compiled(lambda t: ops.quantize_rows(t, False))(w)
         weight_only = compiled(lambda *t: ops.weight_mm(*t, None, torch.bfloat16))
         row["ours, weight-only"] = flops / seconds(weight_only, least, x, codes, scales, amax)
         rows.append(row)
@@ -130,22 +132,24 @@ def library_nvfp4(a: tuple[Tensor, ...], b: tuple[Tensor, ...], flops: float, le
         return None
 
 
+def fused(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return quantize(F.silu(x) * y)
+
+
 def quantizers(device: str, sizes: list[tuple[int, int]], least: float) -> list[Row]:
     """GB/s read and written by a quantizer, alone and with SiLU*mul inside, beside a copy of the tensor."""
     rows = []
     for m, k in sizes:
         x, y = (torch.randn(m, k, device=device).bfloat16() for _ in range(2))
         target, half = torch.empty_like(x), 2 * m * k + 0.5625 * m * k
-        plain, fused = compiled(quantize), compiled(lambda a, b: quantize(F.silu(a) * b))
-        turned = compiled(lambda a: quantize(a.t()))
         rows.append(
             {
                 "M": m,
                 "K": k,
                 "copy": 4e-9 * m * k / seconds(target.copy_, least, x),
-                "quantizer": 1e-9 * half / seconds(plain, least, x),
-                "with SiLU*mul": 1e-9 * (half + 2 * m * k) / seconds(fused, least, x, y),
-                "transposed": 1e-9 * half / seconds(turned, least, x),
+                "quantizer": 1e-9 * half / seconds(compiled(quantize), least, x),
+                "with SiLU*mul": 1e-9 * (half + 2 * m * k) / seconds(compiled(fused), least, x, y),
+                "transposed": 1e-9 * half / seconds(compiled(lambda a: quantize(a.t())), least, x),
             }
         )
     return rows
@@ -155,23 +159,12 @@ def blocks(device: str, tokens: list[int], narrow: bool, least: float) -> list[R
     """Tokens a second of a Llama-style block, NVFP4 wherever it is safe, beside Inductor's BF16."""
     torch.manual_seed(0)
     block = (LlamaBlock(512, 8, 2, 1536) if narrow else LlamaBlock()).bfloat16().to(device)
-    ours = torch.compile(block, backend="nvfp4", dynamic=False)
-    bf16 = torch.compile(block, dynamic=False)
     rows = []
     for m in tokens:
         x = torch.randn(1, m, block.q.in_features, device=device).bfloat16()
-        mine, theirs = (m / seconds(f, least, x) for f in (ours, bf16))
+        mine, theirs = (m / seconds(compiled(block, backend), least, x) for backend in ("nvfp4", "inductor"))
         rows.append({"tokens": m, "ours": mine, "Inductor BF16": theirs, "ratio": mine / theirs})
     return rows
-
-
-def table(title: str, rows: list[Row]) -> str:
-    if not rows:
-        return f"{title}: nothing for this device"
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(rows[0], *cells, strict=True)]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in [list(rows[0]), *cells]]
-    return "\n".join([f"\n{title}", *lines])
 
 
 def main() -> None:
@@ -204,8 +197,8 @@ def main() -> None:
         }
         for key, (title, measure) in parts.items():
             result[key] = measure()
-            print(table(f"{title} ({name}, sm_{sm})", result[key]), flush=True)
-            torch._dynamo.reset()
+            shown = columns(result[key]) if result[key] else "nothing for this device"
+            print(f"\n{title} ({name}, sm_{sm})\n{shown}", flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not all(row["right"] for row in result["correctness"]):

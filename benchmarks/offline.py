@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from offline_models import NAMES, make
+from tables import columns
 
 import fp4_compile
 from fp4_compile.offline.compile_for import Offline, compile_traced
@@ -82,11 +83,8 @@ def row(name: str, target: str, training: bool, ours: Offline, bf16: Summary) ->
 
 def table(rows: list[dict[str, Any]]) -> str:
     hidden = ("summary", "faults")
-    heads = [key for key in rows[0] if key not in hidden]
-    cells = [[f"{r[key]:.4g}" if isinstance(r[key], float) else str(r[key]) for key in heads] for r in rows]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [heads, *cells]]
-    return "\n".join([*lines, *(f"  {r['model']} {r['target']} {r['pass']}: {f}" for r in rows for f in r["faults"])])
+    shown = columns([{key: r[key] for key in r if key not in hidden} for r in rows], str.ljust)
+    return "\n".join([shown, *(f"  {r['model']} {r['target']} {r['pass']}: {f}" for r in rows for f in r["faults"])])
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:

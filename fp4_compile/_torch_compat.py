@@ -6,6 +6,7 @@ A new torch release is checked by reading this file: each name says what it is u
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -29,6 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BackendCompilerFailed",
@@ -36,6 +38,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "InternalTorchDynamoError",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "aot_autograd",
     "backward_at_once",
@@ -332,23 +335,39 @@ def generate_program(
         return code.value, look(graph.scheduler)
 
 
-def load_kernel(name: str, source: str) -> Any:
-    """The autotuner object of a Triton kernel that Inductor wrote; no device is touched."""
+@dataclasses.dataclass(frozen=True)
+class InductorKernel:
+    """A Triton kernel that Inductor wrote, in the configuration that runs when nothing is autotuned."""
+
+    tuner: Any
+    config: Any
+    meta: dict[str, Any]
+    """What Inductor would compile it with: signature, constants, hints."""
+
+    @property
+    def options(self) -> Any:
+        """Triton's compile options."""
+        return self.tuner._create_compile_options(self.config, self.meta)
+
+    def grid(self, values: Mapping[str, Any]) -> tuple[int, ...]:
+        """How many programs a launch has along each axis; ``values``: its arguments, by name."""
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        return GridExpr.from_meta(self.tuner.inductor_meta, self.config).eval_slow({**self.config.kwargs, **values})
+
+
+def load_kernel(name: str, source: str) -> InductorKernel:
+    """Load a Triton kernel that Inductor wrote; no device is touched."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_helpers import _skip_gpu_driver_setup
 
     token = _skip_gpu_driver_setup.set(True)
     try:
-        return getattr(PyCodeCache.load(source), name)
+        tuner = getattr(PyCodeCache.load(source), name)
     finally:
         _skip_gpu_driver_setup.reset(token)
-
-
-def launch_grid(tuner: Any, config: Any, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """How many programs a launch of a kernel has along each axis; ``values``: its arguments, by name."""
-    from torch._inductor.runtime.triton_heuristics import GridExpr
-
-    return GridExpr.from_meta(tuner.inductor_meta, config).eval_slow({**config.kwargs, **values})
+    config = tuner.configs[0]
+    return InductorKernel(tuner, config, tuner._create_compile_meta(config))
 
 
 @functools.cache

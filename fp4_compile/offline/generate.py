@@ -19,7 +19,8 @@ from fp4_compile._torch_compat import generate_program, inductor
 from fp4_compile.offline.machine import Target, offline_device
 from fp4_compile.offline.retarget import retarget
 
-_TRITON = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
+TRITON = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
+"""A kernel in a program: its name and its source."""
 _TRITON_CALL = re.compile(r"^\s*(\w+)\.run\(")
 
 
@@ -71,7 +72,7 @@ def generate(part: str, gm: fx.GraphModule, settings: Mapping[str, Any], target:
             is_backward=part == "backward",
             look=_scheduled,
         )
-    kernels = dict(_TRITON.findall(source))
+    kernels = dict(TRITON.findall(source))
     return Program(part, source, kernels, tuple(_name_launches(source, kernels, found)))
 
 

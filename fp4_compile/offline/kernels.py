@@ -66,15 +66,14 @@ def compile_kernel(name: str, source: str, target: Target) -> Kernel:
     from triton.compiler import ASTSource
 
     with offline_device(target):
-        tuner: Any = load_kernel(name, source)
-        config = tuner.configs[0]
-        meta = tuner._create_compile_meta(config)
+        kernel = load_kernel(name, source)
+        meta = kernel.meta
         binary = triton.compile(
-            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+            ASTSource(kernel.tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
             target=GPUTarget("cuda", target.sm, 32),
-            options=tuner._create_compile_options(config, meta),
+            options=kernel.options,
         )
-    return read_kernel(name, config.all_kwargs(), source, binary)
+    return read_kernel(name, kernel.config.all_kwargs(), source, binary)
 
 
 def read_kernel(name: str, config: Mapping[str, Any], source: str, binary: Any) -> Kernel:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4_compile._torch_compat import launch_grid, load_kernel
+from fp4_compile._torch_compat import TorchDispatchMode, load_kernel
 from fp4_compile.errors import SimulationError
-from fp4_compile.offline.generate import Program, generate
+from fp4_compile.offline.generate import TRITON, Program, generate
 from fp4_compile.offline.machine import Target, offline_device
 from fp4_compile.offline.trace import Executor, Lowered
 from fp4_compile.simulation.interpreter import Kernel
@@ -27,14 +26,12 @@ aten = torch.ops.aten
 _ON_THE_CPU = (
     (r"from torch\._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = lambda device: None"),
     (r"^async_compile = AsyncCompile\(\)$", ""),
-    (r"^empty_strided_cuda = .*$", "empty_strided_gpu = torch._C._dynamo.guards._empty_strided_cpu"),
+    (r"^empty_strided_cuda = .*$", ""),
+    (r"\bempty_strided_cuda\b", "empty_strided_cpu"),
     (r"torch\.cuda\._DeviceGuard\(0\)", "contextlib.nullcontext()"),
     (r"torch\.cuda\.set_device\(0\)", "pass"),
     (r"device\(type='cuda', index=0\)", "device(type='cpu')"),
-    (r"device_str='cuda'", "device_str='simulated'"),
-    (r"\bempty_strided_cuda\b", "empty_strided_gpu"),
 )
-_KERNEL_TEXT = re.compile(r"(async_compile\.triton\('\w+', )'''(.*?)'''", re.DOTALL)
 _SELF_TEST = re.compile(r"^def (get_args|benchmark_compiled_module)\(.*", re.DOTALL | re.MULTILINE)
 
 
@@ -67,19 +64,13 @@ class SimulatedProgram:
     """
 
     def __init__(self, program: Program, target: Target) -> None:
-        kernels: list[str] = []
-
-        def lift(match: re.Match[str]) -> str:
-            kernels.append(match.group(2))
-            return f"{match.group(1)}{len(kernels) - 1}"
-
-        text = _KERNEL_TEXT.sub(lift, _SELF_TEST.sub("", program.source))
+        text = TRITON.sub(r"async_compile.triton('\1')", _SELF_TEST.sub("", program.source))
         for written, instead in _ON_THE_CPU:
             text = re.sub(written, instead, text, flags=re.MULTILINE)
         left = next((line.strip() for line in text.splitlines() if _names_a_gpu(line)), None)
         if left is not None:
             raise SimulationError(f"{program.part}: not simulated: {left}")
-        space: dict[str, Any] = {"__name__": program.part, "async_compile": _Kernels(kernels, target)}
+        space: dict[str, Any] = {"__name__": program.part, "async_compile": _Kernels(program.kernels, target)}
         exec(compile("import contextlib\n" + text, f"<{program.part} for {target.name}>", "exec"), space)
         self._call = space["call"]
 
@@ -97,11 +88,11 @@ def _names_a_gpu(line: str) -> bool:
 class _Kernels:
     """In the place of Inductor's pool of compilers."""
 
-    def __init__(self, sources: Sequence[str], target: Target) -> None:
+    def __init__(self, sources: Mapping[str, str], target: Target) -> None:
         self._sources, self._target = sources, target
 
-    def triton(self, name: str, position: int, device_str: str) -> SimulatedKernel:
-        return SimulatedKernel(name, self._sources[position], self._target)
+    def triton(self, name: str) -> SimulatedKernel:
+        return SimulatedKernel(name, self._sources[name], self._target)
 
     def wait(self, scope: Mapping[str, Any]) -> None:
         pass
@@ -115,21 +106,18 @@ class SimulatedKernel:
 
     def __init__(self, name: str, source: str, target: Target) -> None:
         with offline_device(target):
-            tuner = load_kernel(name, source)
-            config = tuner.configs[0]  # the one that runs when nothing is autotuned
-            known = tuner._create_compile_meta(config)["constants"]
-        names = tuner.fn.arg_names
-        self._tuner, self._config = tuner, config
-        self._constants = {names[i]: known[names[i]] for i in tuner.fn.constexprs if names[i] in known}
+            self._kernel = load_kernel(name, source)
+        function, known = self._kernel.tuner.fn, self._kernel.meta["constants"]
+        names = function.arg_names
+        self._constants = {names[i]: known[names[i]] for i in function.constexprs if names[i] in known}
         self._names = [name for name in names if name not in self._constants]
-        self._kernel = Kernel(tuner.fn)
+        self._simulated = Kernel(function)
 
     def run(self, *arguments: Any, stream: Any) -> None:
         """Launch; behind the kernel's own arguments may stand the grid."""
-        names = [*self._names, *self._tuner.inductor_meta.get("extra_launcher_args", ())]
-        values = dict(zip(names, arguments, strict=True))
-        grid = launch_grid(self._tuner, self._config, values)
-        self._kernel(grid, *arguments[: len(self._names)], **self._constants)
+        names = [*self._names, *self._kernel.tuner.inductor_meta.get("extra_launcher_args", ())]
+        grid = self._kernel.grid(dict(zip(names, arguments, strict=True)))
+        self._simulated(grid, *arguments[: len(self._names)], **self._constants)
 
 
 class _Attention(TorchDispatchMode):  # type: ignore[no-untyped-call]

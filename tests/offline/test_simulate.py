@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,7 +177,8 @@ def test_mutations_are_seen(what: str, old: str, new: str, monkeypatch: pytest.M
         if program.part != "inference":  # nibbles swapped in both operands are the same product
             return program
         found.append(old in program.source)
-        return dataclasses.replace(program, source=program.source.replace(old, new))
+        kernels = {name: text.replace(old, new) for name, text in program.kernels.items()}
+        return dataclasses.replace(program, kernels=kernels)
 
     monkeypatch.setattr(simulation, "generate", changed)
     assert not epilogue_error("sm_100") < 2**-4
@@ -198,3 +201,19 @@ def test_the_process_is_as_before() -> None:
     with torch.no_grad():
         simulate(nn.Linear(64, 64).bfloat16(), torch.randn(4, 64).bfloat16(), "sm_120", EVERYTHING)
     assert gpu_state() == before
+
+
+def test_kernels_compile_after_a_simulation() -> None:
+    """In a process of its own, where the simulator is the first to import Triton."""
+    script = """
+import torch, fp4_compile
+from fp4_compile.testing import simulate
+model, x, options = torch.nn.Linear(64, 64).bfloat16(), torch.randn(4, 64).bfloat16(), {"target": None}
+with torch.no_grad():
+    simulate(model, x, "sm_100", options)
+    summary = fp4_compile.compile_for(model, x, "sm_100", options=options).summary
+assert not summary.failed, summary.failed
+assert "fp4 gemm" in {kernel.role for kernel in summary.kernels}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
