@@ -161,8 +161,12 @@ def _fuse_producer(x: Any) -> None:
     """
     parts = inductor()
     buffer = parts.V.graph.try_get_buffer(x.get_name())
-    if isinstance(buffer, parts.ir.ComputedBuffer) and isinstance(buffer.data, parts.ir.Pointwise):
+    if not isinstance(buffer, parts.ir.ComputedBuffer) or not isinstance(buffer.data, parts.ir.Pointwise):
+        return
+    if buffer.get_read_names():
         parts.V.graph.invoke_quant_ops.add(buffer.get_operation_name())
+    else:  # a constant: Inductor would hand the template one value, which does not have its tile's rank
+        parts.V.graph.no_fuse_buffer_names.add(x.get_name())
 
 
 def _scaled_mm(

@@ -70,23 +70,22 @@ def _moved_device(argument: Any) -> Any:
 
 
 def _attention(graph: fx.Graph, node: fx.Node) -> None:
-    """``(q, k, v, dropout, is_causal, *, attn_mask, scale) -> (out, logsumexp)``.
-
-    With a mask, CUDA takes the memory-efficient kernel; without, the flash kernel.
-    """
+    """``(q, k, v, dropout, is_causal, *, attn_mask, scale) -> (out, logsumexp)``."""
     operands: Any = node.args
     q, k, v = operands[:3]
     given = list(operands[3:])
     dropout, causal = given + [0.0, False][len(given) :]
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
-    if mask is None:
-        new = add_call(
-            graph, aten._scaled_dot_product_flash_attention.default, (q, k, v, dropout, causal), node, scale=scale
-        )
-    else:
-        args = (q, k, v, mask, True, dropout, causal)
-        new = add_call(graph, aten._scaled_dot_product_efficient_attention.default, args, node, scale=scale)
+    forward, args = _gpu_attention(q, k, v, dropout, causal, mask)
+    new = add_call(graph, forward, args, node, scale=scale)
     _replace_results(graph, node, new, {0: 0, 1: 1})
+
+
+def _gpu_attention(q: Any, k: Any, v: Any, dropout: Any, causal: Any, mask: Any) -> tuple[Any, tuple[Any, ...]]:
+    """With a mask, CUDA takes the memory-efficient kernel; without, the flash kernel."""
+    if mask is None:
+        return aten._scaled_dot_product_flash_attention.default, (q, k, v, dropout, causal)
+    return aten._scaled_dot_product_efficient_attention.default, (q, k, v, mask, True, dropout, causal)
 
 
 def _attention_backward(graph: fx.Graph, node: fx.Node) -> None:
@@ -94,36 +93,25 @@ def _attention_backward(graph: fx.Graph, node: fx.Node) -> None:
     operands: Any = node.args
     grad, q, k, v, out, logsumexp, dropout, causal = operands
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
-    if logsumexp.op == "placeholder":  # the CPU's operator saves it transposed, CUDA's do not
-        with logsumexp.meta["val"].fake_mode:
-            logsumexp.meta["val"] = logsumexp.meta["val"].contiguous()
     seed, offset = (
         # Never read, because the CPU's operator has no dropout.
         add_call(graph, aten.empty.memory_format, ([2],), node, dtype=torch.int64, device=GPU)
         for _ in range(2)
     )
+    forward, given = _gpu_attention(q, k, v, dropout, causal, mask)
+    saved = (out, logsumexp)
     if mask is None:
-        length, other = q.meta["val"].shape[2], k.meta["val"].shape[2]
-        args: tuple[Any, ...] = (
-            grad,
-            q,
-            k,
-            v,
-            out,
-            logsumexp,
-            None,
-            None,
-            length,
-            other,
-            dropout,
-            causal,
-            seed,
-            offset,
-        )
-        new = add_call(graph, aten._scaled_dot_product_flash_attention_backward.default, args, node, scale=scale)
+        backward = aten._scaled_dot_product_flash_attention_backward.default
+        lengths = (q.meta["val"].shape[2], k.meta["val"].shape[2])
+        args: tuple[Any, ...] = (grad, q, k, v, *saved, None, None, *lengths, dropout, causal, seed, offset)
     else:
-        args = (grad, q, k, v, mask, out, logsumexp, seed, offset, dropout, [True, True, True, False], causal)
-        new = add_call(graph, aten._scaled_dot_product_efficient_attention_backward.default, args, node, scale=scale)
+        backward = aten._scaled_dot_product_efficient_attention_backward.default
+        args = (grad, q, k, v, mask, *saved, seed, offset, dropout, [True, True, True, False], causal)
+    new = add_call(graph, backward, args, node, scale=scale)
+    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in given]
+    for result, value in zip(saved, forward(*values, scale=scale)[:2], strict=True):
+        if result.op == "placeholder":  # as the GPU's forward leaves it: strides differ, and sums may be padded
+            result.meta["val"] = value
     _replace_results(graph, node, new, {0: 0, 1: 1, 2: 2})
 
 

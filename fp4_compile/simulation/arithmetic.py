@@ -46,6 +46,7 @@ _METHODS = (
     "create_fma",
     "create_fp_to_fp",
     "create_inline_asm",
+    "get_bf16",
 )
 
 
@@ -216,3 +217,10 @@ class _Results:
     def get_result(self, index: int) -> Any:
         """The output tensor at a position."""
         return self._handles[index]
+
+
+def get_bf16(self: Any, value: float) -> Any:
+    """A constant, which Triton's interpreter has for the other floats alone."""
+    import triton.language as tl
+
+    return _handle(ptx.to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)

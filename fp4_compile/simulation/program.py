@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fp4_compile._torch_compat import TorchDispatchMode, load_kernel
 from fp4_compile.errors import SimulationError
@@ -26,6 +27,7 @@ aten = torch.ops.aten
 _ON_THE_CPU = (
     (r"from torch\._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = lambda device: None"),
     (r"^async_compile = AsyncCompile\(\)$", ""),
+    (r"^from torch\._inductor\.runtime\.runtime_utils import assert_tensor_metadata$", ""),
     (r"^empty_strided_cuda = .*$", ""),
     (r"\bempty_strided_cuda\b", "empty_strided_cpu"),
     (r"torch\.cuda\._DeviceGuard\(0\)", "contextlib.nullcontext()"),
@@ -70,7 +72,11 @@ class SimulatedProgram:
         left = next((line.strip() for line in text.splitlines() if _names_a_gpu(line)), None)
         if left is not None:
             raise SimulationError(f"{program.part}: not simulated: {left}")
-        space: dict[str, Any] = {"__name__": program.part, "async_compile": _Kernels(program.kernels, target)}
+        space: dict[str, Any] = {
+            "__name__": program.part,
+            "async_compile": _Kernels(program.kernels, target),
+            "assert_tensor_metadata": _lay_out,
+        }
         exec(compile("import contextlib\n" + text, f"<{program.part} for {target.name}>", "exec"), space)
         self._call = space["call"]
 
@@ -83,6 +89,16 @@ class SimulatedProgram:
 
 def _names_a_gpu(line: str) -> bool:
     return "cuda" in line.partition("#")[0]
+
+
+def _lay_out(result: Any, size: Any, stride: Any, dtype: torch.dtype, operator: str) -> None:
+    """In the place of the check of a library's result: give it the strides that the GPU's would have."""
+    if result is None:
+        return
+    if result.dtype != dtype or tuple(result.shape) != tuple(size):
+        raise SimulationError(f"{operator} returns {result.dtype} {list(result.shape)}, on a GPU {dtype} {list(size)}")
+    if result.stride() != tuple(stride):
+        result.data = torch.empty_strided(size, stride, dtype=dtype).copy_(result)
 
 
 class _Kernels:
@@ -130,9 +146,7 @@ class _Attention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         attend = _ATTENTION.get(func)
         if attend is None:
             return func(*args, **given)
-        results = attend(*args, scale=given.get("scale"))
-        shapes = func(*_on_meta(args), **given)
-        return tuple(_laid_out(x, like) for x, like in zip(results, shapes, strict=True))
+        return attend(*args, scale=given.get("scale"))
 
 
 def _flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, scale: Any) -> Any:
@@ -143,7 +157,8 @@ def _flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *
 def _efficient(
     q: Any, k: Any, v: Any, mask: Any, _: Any, dropout: float = 0.0, causal: bool = False, *, scale: Any
 ) -> Any:
-    return (*_FORWARD(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None)
+    out, logsumexp = _FORWARD(q, k, v, dropout, causal, attn_mask=mask, scale=scale)
+    return (out, F.pad(logsumexp, (0, -logsumexp.shape[-1] % 32)), None, None)  # the GPU's has rows of multiples of 32
 
 
 def _flash_backward(*args: Any, scale: Any) -> Any:
@@ -152,8 +167,9 @@ def _flash_backward(*args: Any, scale: Any) -> Any:
 
 
 def _efficient_backward(*args: Any, scale: Any) -> Any:
-    grad, q, k, v, mask, out, logsumexp, _, _, dropout, _, causal = args
-    logsumexp = logsumexp[..., : q.shape[2]]  # the GPU's is padded
+    grad, q, k, v, mask, out, logsumexp, _, _, dropout, _, *rest = args
+    causal = rest[0] if rest else False  # left out where it is the default
+    logsumexp = logsumexp[..., : q.shape[2]]
     return (*_BACKWARD(grad, q, k, v, out, logsumexp, dropout, causal, attn_mask=mask, scale=scale), None)
 
 
@@ -165,17 +181,3 @@ _ATTENTION: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
-
-
-def _on_meta(args: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
-
-
-def _laid_out(result: Any, like: Any) -> Any:
-    """A result of the CPU's with the sizes and strides of the GPU's; zeros for one that only a GPU has."""
-    if not isinstance(like, torch.Tensor):
-        return result
-    laid = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-    if isinstance(result, torch.Tensor):
-        laid[tuple(map(slice, result.shape))] = result
-    return laid

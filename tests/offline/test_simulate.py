@@ -94,10 +94,50 @@ def test_inference(target: str) -> None:
     assert difference(got, want) < 0.012
 
 
+class Pictures(nn.Module):
+    """A convolution, a recurrence that starts at zero, and layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.think = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Linear(512, 128)
+        self.keep, self.say = nn.GRUCell(128, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.think(torch.relu(self.see(x)).flatten(1)))
+        return self.say(self.keep(h, self.keep(h)))
+
+
+def test_library_results_are_laid_out_as_on_the_gpu() -> None:
+    """And a constant, the first state, is quantized."""
+    torch.manual_seed(3)
+    model, x = Pictures().bfloat16(), torch.randn(16, 3, 8, 8).bfloat16()
+    with torch.no_grad():
+        got, want = (run(model, x, "sm_100", EVERYTHING) for run in (simulate, by_reference))
+        bf16 = model(x)
+    assert difference(got, want) < 0.012
+    assert difference(got, bf16) > 0.03
+
+
 def test_a_mask_takes_the_other_attention_operator() -> None:
     mask = torch.rand(2, 1, 64, 64).bfloat16()
     [(got, want, _)] = both(False, "sm_100", EVERYTHING, mask)
     assert difference(got, want) < 0.012
+
+
+def test_a_mask_in_training() -> None:
+    """Its backward reads the forward's logarithms of sums, whose rows a GPU pads: 40 here."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    mask, gradients = torch.rand(1, 1, 40, 40).bfloat16(), []
+    for run in (simulate, by_reference):
+        torch.manual_seed(4)
+        inputs = [torch.randn(1, 2, 40, 32).bfloat16().requires_grad_() for _ in range(3)]
+        run(attend, (*inputs, mask), "sm_100", EVERYTHING).float().square().sum().backward()
+        gradients.append([x.grad for x in inputs])
+    for got, want in zip(*gradients, strict=True):
+        assert difference(got, want) < 0.012
 
 
 def test_training() -> None:

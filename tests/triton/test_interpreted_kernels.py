@@ -8,6 +8,7 @@ from kernels import EPS, error, quantize_rows, reference_rows, same_bytes, scale
 from standalone import Fusion
 
 from fp4_compile.simulation import interpreted
+from fp4_compile.simulation.interpreter import Kernel
 
 
 def every_finite_bf16():
@@ -122,3 +123,16 @@ def test_the_interpreter_is_put_back():
         assert state() != before
         raise RuntimeError("stop")
     assert state() == before
+
+
+def constant(out, like):
+    import triton.language as tl
+
+    place = tl.arange(0, 16)
+    tl.store(out + place, tl.load(like + place) * tl.full([16], -1.5, tl.bfloat16))
+
+
+def test_a_constant_of_bf16():
+    out, x = torch.empty(16, dtype=torch.bfloat16), torch.randn(16).bfloat16()
+    Kernel(constant)((1,), out, x)
+    assert torch.equal(out, x * -1.5)
