@@ -48,12 +48,25 @@ def define(schema: str, kernel: Any, fake: Any) -> Any:
     return getattr(torch.ops.fp4, name).default
 
 
+def define_for_cpu(schema: str, kernel: Any, fake: Any) -> Any:
+    """`define`, for an operator of `fp4_compile.codegen.cpu.library`: its C++ is built at the first call.
+
+    It answers for CPU tensors from then on, and leaves what it does not know to ``fp4::general_...``, which is
+    ``kernel``.
+    """
+
+    def until_built(*arguments: Any) -> Any:
+        if arguments[0].device.type == "cpu" and cpu.library() is not None:
+            return op(*arguments)
+        return kernel(*arguments)
+
+    define(f"general_{schema}", kernel, fake)
+    op = define(schema, until_built, fake)
+    return op
+
+
 def _padded(k: Any) -> Any:
     return (k + BLOCK - 1) // BLOCK * BLOCK
-
-
-def _amax(x: Tensor) -> Tensor:
-    return cpu.tensor_amax(x) if x.device.type == "cpu" else numerics.tensor_amax(x)
 
 
 def _amax_fake(x: Tensor) -> Tensor:
@@ -65,8 +78,6 @@ def _quantize(x: Tensor, amax: Tensor, block: str = "1x16", four_over_six: bool 
         codes, scales = cpu_training.quantize_16x16(x, amax)
     elif block == "16x16":
         codes, scales, _ = numerics.quantize_16x16(x, amax, four_over_six=four_over_six)
-    elif block == "1x16" and x.device.type == "cpu" and not four_over_six:
-        codes, scales = cpu.quantize_1x16(x, amax)
     elif block == "1x16":
         codes, scales, _ = numerics.quantize_1x16(x, amax, four_over_six=four_over_six)
     else:
@@ -149,9 +160,6 @@ def _scaled_mm(
             numerics.unswizzle_scales(scales, codes.shape[-2], codes.shape[-1] * 2 // BLOCK)
             for codes, scales in ((a, a_scales), (b, b_scales))
         )
-    if a.device.type == "cpu" and a_amax.dim() == b_amax.dim() == 0:
-        alpha_of_one = cpu.gemm_alpha(a_amax.item(), b_amax.item())
-        return cpu.product(a, a_scales, b, b_scales, alpha_of_one, bias, out_dtype)
     alpha = numerics.gemm_alpha(a_amax, b_amax.mT if b_amax.dim() else b_amax)
     if a.device.type == "cpu":
         return _finished(cpu.product(a, a_scales, b, b_scales, 1.0, None, torch.float32).mul_(alpha), bias, out_dtype)
@@ -198,10 +206,10 @@ def _weight_mm_fake(
     return x.new_empty((*x.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
-amax = define("amax(Tensor x) -> Tensor", _amax, _amax_fake)
+amax = define_for_cpu("amax(Tensor x) -> Tensor", numerics.tensor_amax, _amax_fake)
 """Largest finite magnitude of a tensor (bf16, fp16 or fp32, any shape), fp32, 0-d; 0 for an empty one."""
 
-quantize = define(
+quantize = define_for_cpu(
     "quantize(Tensor x, Tensor amax, str block='1x16', bool four_over_six=False) -> (Tensor codes, Tensor scales)",
     _quantize,
     _quantize_fake,
@@ -236,7 +244,7 @@ dequantize = define(
 )
 """The numbers a quantized tensor stands for, [..., k]."""
 
-scaled_mm = define(
+scaled_mm = define_for_cpu(
     "scaled_mm(Tensor a, Tensor a_scales, Tensor a_amax, Tensor b, Tensor b_scales, Tensor b_amax, "
     "Tensor? bias, ScalarType out_dtype, bool swizzled=False) -> Tensor",
     _scaled_mm,

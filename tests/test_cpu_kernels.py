@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4_compile import numerics
+from fp4_compile import numerics, ops
 from fp4_compile.codegen import cpu
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -160,6 +160,14 @@ def test_every_bf16_number_is_quantized_to_the_reference_bytes(kernels: Any) -> 
     assert torch.equal(got, codes)
 
 
+@pytest.fixture(scope="module")
+def operators() -> None:
+    assert cpu.library() is not None, "no C++ compiler"
+    for name in ("amax", "quantize", "scaled_mm"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CPU")
+
+
+@pytest.mark.usefixtures("operators")
 def test_scales_of_tensors_are_the_definitions_numbers() -> None:
     bits = torch.cat(
         (torch.randint(0, 0x7F800000, (2000,)), torch.tensor([0, 1, 0x7FFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]))
@@ -167,9 +175,43 @@ def test_scales_of_tensors_are_the_definitions_numbers() -> None:
     amaxes = bits.to(torch.int32).view(torch.float32)
     encoded = torch.tensor([cpu.encode_scale(amax) for amax in amaxes.tolist()])
     assert same(encoded, numerics.encode_scale(amaxes))
-    others = amaxes[torch.randperm(len(amaxes))]
-    alphas = torch.tensor([cpu.gemm_alpha(a, b) for a, b in zip(amaxes.tolist(), others.tolist(), strict=True)])
-    assert same(alphas, numerics.gemm_alpha(amaxes, others))
+    one = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.float8_e4m3fn)  # sixteen ones
+    x = torch.tensor([[6.0, 3.0, 1.0, 0.1] * 4])
+    for amax, other in zip(amaxes, amaxes[torch.randperm(len(amaxes))], strict=True):
+        got = ops.scaled_mm(*one, amax, *one, other, None, torch.float32)
+        assert same(got, (16.0 * numerics.gemm_alpha(amax, other)).view(1, 1))
+        codes, scales = ops.quantize(x, amax)
+        want, want_scales, _ = numerics.quantize_1x16(x, amax)
+        assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales.view(torch.uint8))
     tiny = torch.tensor([0.0, 1e-45, -3e-39, torch.nan])
-    assert torch.equal(cpu.tensor_amax(tiny), numerics.tensor_amax(tiny))
-    assert torch.equal(cpu.tensor_amax(torch.zeros(3)), torch.tensor(0.0))
+    assert torch.equal(ops.amax(tiny), numerics.tensor_amax(tiny))
+    assert torch.equal(ops.amax(torch.zeros(3)), torch.tensor(0.0))
+
+
+@pytest.mark.usefixtures("operators")
+def test_operators_read_any_layout_and_shape() -> None:
+    x = torch.randn(5, 7, 50)
+    for t in (x, x.transpose(0, 1), x[:, ::2], x.double(), x[0, 0], x[:0], x[..., :0]):
+        amax = ops.amax(t)
+        assert torch.equal(amax, numerics.tensor_amax(t.float()))
+        for got, want in zip(ops.quantize(t, amax), numerics.quantize_1x16(t.float(), amax)[:2], strict=True):
+            assert got.is_contiguous() and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("operators")
+def test_products_of_operators_are_the_definition() -> None:
+    a, b, amax = random_operand(6, 3), random_operand(8, 3), torch.tensor(2.5)
+    for dtype in KINDS:
+        for bias in (None, torch.randn(8), torch.randn(16).bfloat16()[::2]):
+            got = ops.scaled_mm(*a, amax, *b, amax, bias, dtype)
+            assert same(got, product_by_definition(*a, *b, float(numerics.gemm_alpha(amax, amax)), bias, dtype))
+    whole = ops.scaled_mm(*a, amax, *b, amax, None, torch.float32)
+    batched = [t.unflatten(0, (2, -1)) for t in (*a, *b)]
+    got = ops.scaled_mm(*batched[:2], amax, *batched[2:], amax, None, torch.float32)
+    assert same(got, torch.stack([whole[:3, :4], whole[3:, 4:]]))
+    turned = [t.mT.contiguous().mT for t in (*a, *b)]
+    assert same(ops.scaled_mm(*turned[:2], amax, *turned[2:], amax, None, torch.float32), whole)
+    none = ops.scaled_mm(a[0][:0], a[1][:0], amax, *b, amax, None, torch.bfloat16)
+    assert none.shape == (0, 8) and none.dtype == torch.bfloat16
+    rows = torch.full((6, 1), 2.5)  # left to the general operator
+    assert same(ops.scaled_mm(*a, rows, *b, amax, None, torch.float32), whole)

@@ -112,7 +112,7 @@ def test_an_empty_contraction_gives_the_bias():
 
 
 def test_an_unknown_block_is_refused():
-    with pytest.raises(ValueError, match="it takes '1x16' or '16x16'"):
+    with pytest.raises((ValueError, RuntimeError), match="it takes '1x16' or '16x16'"):
         fp4.quantize(torch.randn(4, 16), torch.ones(()), "2x16")
 
 
@@ -148,8 +148,8 @@ def test_cpu_kernels_are_the_definition_byte_for_byte(dtype, bad):
             x = x.clone()
             x[0, ..., 0] = bad
         codes, scales, amax = quantize_1x16(x)
-        assert torch.equal(cpu.tensor_amax(x), amax), name
-        got_codes, got_scales = cpu.quantize_1x16(x, amax)
+        assert torch.equal(ops.amax(x), amax), name
+        got_codes, got_scales = ops.quantize(x, amax)
         assert torch.equal(got_scales.view(torch.uint8), scales.view(torch.uint8)), name
         assert torch.equal(got_codes, codes), name
         want, got = decode_unscaled(codes, scales, torch.bfloat16), cpu.decode_unscaled(codes, scales)
@@ -175,7 +175,7 @@ def test_cpu_scales_round_as_torch_does_between_all_neighbours():
     x[:, 3] = values
     amax = torch.tensor(448.0)
     codes, scales, _ = quantize_1x16(x, amax)
-    got_codes, got_scales = cpu.quantize_1x16(x, amax)
+    got_codes, got_scales = ops.quantize(x, amax)
     assert torch.equal(got_scales.view(torch.uint8), scales.view(torch.uint8))
     assert torch.equal(got_codes, codes)
 

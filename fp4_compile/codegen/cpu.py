@@ -20,29 +20,35 @@ from fp4_compile import numerics
 log = logging.getLogger(__name__)
 
 
-SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "product", "one_row", "gemm", "training")
+SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "product", "one_row", "gemm", "training", "operators")
 """One translation unit, in this order."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def source(isa: int | None = None) -> str:
-    """The kernels' C++; ``isa`` as of `build`."""
+def source(isa: int | None = None, operators: bool = False) -> str:
+    """The kernels' C++; arguments as of `build`."""
     texts = [Path(__file__).with_name("cpp").joinpath(f"{name}.cpp").read_text(encoding="utf-8") for name in SOURCES]
     if isa is not None:
         texts.insert(0, f"#define FP4_ISA {isa}")
+    if operators:
+        texts.insert(0, "#define FP4_OPERATORS")
     return "\n".join(texts)
 
 
-def build(isa: int | None = None) -> Any:
-    """Build the kernels; ``isa``: for a lesser instruction set than this machine's, 1 is AVX2 and 0 plain C++.
+def build(isa: int | None = None, operators: bool = False) -> Any:
+    """Build and load the kernels.
+
+    Args:
+        isa: for a lesser instruction set than this machine's, 1 is AVX2 and 0 plain C++.
+        operators: register the ``fp4`` operators' kernels for CPU tensors, once a process.
 
     Raises:
         Exception: there is no compiler, or it fails; torch's types differ.
     """
     from fp4_compile._torch_compat import build_cpp
 
-    built = build_cpp(source(isa))
+    built = build_cpp(source(isa, operators))
     pointer, size, kind, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
     threads = ctypes.c_int32
     built.fp4_amax_bits.argtypes = [pointer, size, kind, threads]
@@ -58,55 +64,18 @@ def build(isa: int | None = None) -> Any:
 
 @functools.cache
 def library() -> Any:
-    """The built kernels, or None if they cannot be built here."""
+    """The built kernels, or None if they cannot be built here; the operators call them from then on."""
     try:
-        return build()
+        return build(operators=True)
     except Exception:
         log.warning("the CPU kernels cannot be built; the fp4 operators run as plain torch", exc_info=True)
         return None
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """`numerics.tensor_amax`."""
-    kernels = library()
-    if kernels is None or x.numel() == 0:
-        return numerics.tensor_amax(x)
-    x = _readable(x)
-    bits = kernels.fp4_amax_bits(x.data_ptr(), x.numel(), _KINDS[x.dtype], torch.get_num_threads())
-    amax = ctypes.c_float.from_buffer(ctypes.c_uint32(bits)).value
-    return torch.tensor(max(amax, numerics.LEAST_AMAX) if amax else 0.0, dtype=torch.float32)
-
-
-def quantize_1x16(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `numerics.quantize_1x16`."""
-    kernels = library()
-    if kernels is None or x.numel() == 0:
-        return numerics.quantize_1x16(x, amax)[:2]
-    *lead, k = x.shape
-    blocks = -(-k // numerics.NVFP4_BLOCK)
-    x = _readable(x)
-    codes = torch.empty((*lead, blocks * 8), dtype=torch.uint8)
-    scales = torch.empty((*lead, blocks), dtype=torch.float8_e4m3fn)
-    encode = encode_scale(amax.item())
-    pointers = (codes.data_ptr(), scales.data_ptr())
-    rows = x.numel() // k
-    kernels.fp4_quantize_1x16(x.data_ptr(), rows, k, _KINDS[x.dtype], encode, *pointers, torch.get_num_threads())
-    return codes, scales
-
-
-# A layer of one row takes less time than a handful of torch's operations on numbers. FP32's arithmetic is FP64's,
-# rounded: FP64 has more than twice the digits, so that rounding twice rounds right.
-
-
 def encode_scale(amax: float) -> float:
-    """`numerics.encode_scale` of one number."""
+    """`numerics.encode_scale` of one number: FP64's quotient rounded is FP32's, since it has twice the digits."""
     factor = min(_fp32(2688.0 / amax), _FP32_MAX) if amax else 1.0
     return factor if factor != 0.0 else 1.0
-
-
-def gemm_alpha(amax_a: float, amax_b: float) -> float:
-    """`numerics.gemm_alpha` of two numbers."""
-    return _fp32(_fp32(amax_a * amax_b) * _PER_AMAXES)
 
 
 def _fp32(number: float) -> float:
@@ -114,16 +83,10 @@ def _fp32(number: float) -> float:
 
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_PER_AMAXES = _fp32(1.0 / 2688.0**2)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """A tensor the kernels read: what they have no type for as fp32, which is exact."""
-    return (x if x.dtype in _KINDS else x.to(torch.float32)).contiguous()
 
 
 def readable(x: Tensor) -> tuple[Tensor, str]:
-    """The same for the kernels of training, and which of them: bf16 as it is, anything else as fp32."""
+    """A tensor the kernels of training read, and which of them: bf16 as it is, anything else as fp32."""
     return (x.contiguous(), "bf16") if x.dtype == torch.bfloat16 else (x.to(torch.float32).contiguous(), "fp32")
 
 

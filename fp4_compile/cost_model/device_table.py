@@ -145,7 +145,7 @@ _CPU = _device(
     nvfp4_memory_fraction=(0.7, f"67 and 75 % of what reading memory reaches, at M=1: {_XEON}"),
     nvfp4_tile=((16, 16), "AVX-512 registers hold 16 columns"),
     memory=(8.36e10, "STREAM, one socket: kvcache-ai/ktransformers#2175"),
-    launch=(2.5e-5, f"dispatch of an operator of this package, 20 to 32 us: {_XEON}"),
+    launch=(1e-5, f"a call of an operator of this package, 5 to 12 us: {_XEON}"),
     quantizer_fraction=(0.25, f"2.5 ms for 2048x2048 with its amax, in cache: {_XEON}"),
 )
 

@@ -1,0 +1,129 @@
+// The operators on CPU tensors, by torch's stable C++ interface: a call costs a few microseconds less than one that
+// goes through Python, which a layer of one row does not hide. What is not here is left to Python's `fp4::general_...`.
+
+#ifdef FP4_OPERATORS
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::optional<Kind> kind_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return FP32;
+    case ScalarType::BFloat16: return BF16;
+    case ScalarType::Half: return FP16;
+    default: return std::nullopt;
+  }
+}
+
+Tensor in_order(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+// What the kernels read: of another type than theirs as FP32, which is exact for what they are given.
+Tensor readable(const Tensor& x) {
+  const Tensor real = kind_of(x.scalar_type()) ? x : torch::stable::to(x, ScalarType::Float);
+  return in_order(real);
+}
+
+float number(const Tensor& x) { return *static_cast<const float*>(x.data_ptr()); }
+
+int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
+
+template <size_t N>
+void call(const char* name, std::array<StableIValue, N>& stack) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+}
+
+template <typename T>
+StableIValue given(const T& value) {
+  return torch::stable::detail::from(value);
+}
+
+template <typename T>
+T taken(StableIValue value) {
+  return torch::stable::detail::to<T>(value);
+}
+
+// numerics.tensor_amax
+Tensor amax(const Tensor& x) {
+  const Tensor read = readable(x);
+  const Kind kind = *kind_of(read.scalar_type());
+  const float largest = std::bit_cast<float>(fp4_amax_bits(read.data_ptr(), read.numel(), kind, threads()));
+  const float least = 2688.0f * 0x1p-128f;
+  Tensor result = torch::stable::new_empty(x, {}, ScalarType::Float);
+  *static_cast<float*>(result.data_ptr()) = largest != 0.0f && largest < least ? least : largest;
+  return result;
+}
+
+// numerics.encode_scale
+float encode_scale(float amax) {
+  const float most = std::numeric_limits<float>::max();
+  float factor = amax != 0.0f ? 2688.0f / amax : 1.0f;
+  factor = factor > most ? most : factor;
+  return factor != 0.0f ? factor : 1.0f;
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, std::string block, bool four_over_six) {
+  if (block != "1x16" || four_over_six || std::isnan(number(amax))) {
+    std::array<StableIValue, 4> stack{given(x), given(amax), given(block), given(four_over_six)};
+    call("fp4::general_quantize", stack);
+    return {taken<Tensor>(stack[0]), taken<Tensor>(stack[1])};
+  }
+  const Tensor read = readable(x);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  const int64_t k = shape.back();
+  shape.back() = ceil_div(k, BLOCK) * (BLOCK / 2);
+  Tensor codes = torch::stable::new_empty(x, shape, ScalarType::Byte);
+  shape.back() = ceil_div(k, BLOCK);
+  Tensor scales = torch::stable::new_empty(x, shape, ScalarType::Float8_e4m3fn);
+  if (read.numel() == 0) return {codes, scales};
+  fp4_quantize_1x16(read.data_ptr(), read.numel() / k, k, *kind_of(read.scalar_type()), encode_scale(number(amax)),
+                    static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint8_t*>(scales.data_ptr()), threads());
+  return {codes, scales};
+}
+
+Tensor scaled_mm(const Tensor& a, const Tensor& a_scales, const Tensor& a_amax, const Tensor& b, const Tensor& b_scales,
+                 const Tensor& b_amax, std::optional<Tensor> bias, ScalarType out_dtype, bool swizzled) {
+  const std::optional<Kind> kind = kind_of(out_dtype);
+  const std::optional<Kind> bias_kind = bias ? kind_of(bias->scalar_type()) : FP32;
+  if (!kind || !bias_kind || swizzled || a_amax.dim() || b_amax.dim()) {
+    std::array<StableIValue, 9> stack{given(a),      given(a_scales), given(a_amax),    given(b),       given(b_scales),
+                                      given(b_amax), given(bias),     given(out_dtype), given(swizzled)};
+    call("fp4::general_scaled_mm", stack);
+    return taken<Tensor>(stack[0]);
+  }
+  std::vector<int64_t> shape(a.sizes().begin(), a.sizes().end());
+  const int64_t n = b.size(-2), blocks = b_scales.size(-1), batches = b.dim() > 2 ? b.size(0) : 1;
+  shape.back() = n;
+  Tensor out = torch::stable::new_empty(a, shape, out_dtype);
+  const int64_t m = batches && n ? out.numel() / n / batches : 0;
+  const Tensor parts[] = {in_order(a), in_order(a_scales), in_order(b), in_order(b_scales)};
+  const auto at = [&](int part) { return static_cast<const uint8_t*>(parts[part].data_ptr()); };
+  const Tensor shift = bias ? in_order(*bias) : out;
+  const float alpha = number(a_amax) * number(b_amax) * (1.0f / (2688.0f * 2688.0f));
+  const int64_t size = *kind == FP32 ? 4 : 2;
+  for (int64_t i = 0; i < batches; i++) {
+    fp4_multiply(at(0) + i * m * blocks * 8, at(1) + i * m * blocks, at(2) + i * n * blocks * 8, at(3) + i * n * blocks,
+                 bias ? shift.data_ptr() : nullptr, *bias_kind, alpha, static_cast<char*>(out.data_ptr()) + i * m * n * size,
+                 *kind, m, n, blocks, threads());
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
+  m.impl("amax", TORCH_BOX(&amax));
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("scaled_mm", TORCH_BOX(&scaled_mm));
+}
+#endif
