@@ -31,6 +31,7 @@ from torch import Tensor
 
 import fp4_compile
 import fp4_compile.ops
+from fp4_compile.codegen import cpu as codegen
 
 ops = torch.ops.fp4
 DECODE = ((4096, 4096), (14336, 4096))
@@ -86,10 +87,12 @@ def decode(rows: int, n: int, k: int, rounds: int, bandwidth: float) -> dict[str
         {
             "nvfp4": lambda: [linear(x, weight) for weight in packed],
             "bf16": lambda: [F.linear(x, weight) for weight in plain],
+            "weight_only": lambda: [ops.weight_mm(x, *weight, None, x.dtype) for weight in packed],
         },
         rounds,
     )
     ours, theirs = seconds["nvfp4"] / len(packed), seconds["bf16"] / len(plain)
+    weight_only = seconds["weight_only"] / len(packed)
     return {
         "rows": rows,
         "n": n,
@@ -98,6 +101,8 @@ def decode(rows: int, n: int, k: int, rounds: int, bandwidth: float) -> dict[str
         "bf16_ms": theirs * 1e3,
         "speedup": theirs / ours,
         "share_of_stream": n * k * 9 / 16 / ours / bandwidth,
+        "w4a16_ms": weight_only * 1e3,
+        "w4a16_speedup": theirs / weight_only,
     }
 
 
@@ -124,6 +129,23 @@ def prefill(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
         "speedup": seconds["bf16"] / seconds["nvfp4"],
         "quantizer_share": seconds["quantize"] / seconds["product"],
     }
+
+
+def instruction_sets(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of the product alone with what other CPUs have; weights as in `decode` for a few rows."""
+    few = rows <= 16
+    first, x = quantized(torch.randn(n, k).bfloat16()), torch.randn(rows, k).bfloat16()
+    packed = [[part.clone() for part in first[:2]] for _ in range(copies(n * k * 9 // 16) if few else 1)]
+    plain = [torch.randn(n, k).bfloat16() for _ in range(max(2, copies(2 * n * k)) if few else 1)]
+    activation = quantized(x)[:2]
+    calls: dict[str, Callable[[], object]] = {"torch bf16": lambda: [F.linear(x, weight) for weight in plain]}
+    for name, isa in (("avx512 vnni", None), ("avx2", 1), ("plain c++", 0)):
+        kernels = codegen.build(isa)
+        multiply = partial(codegen.product, alpha=1e-4, bias=None, dtype=torch.bfloat16, kernels=kernels)
+        calls[name] = lambda multiply=multiply: [multiply(*activation, *weight) for weight in packed]  # type: ignore[misc]
+    seconds = turns(calls, rounds)
+    counts = {name: len(plain if name == "torch bf16" else packed) for name in seconds}
+    return {"rows": rows, "n": n, "k": k, **{f"{name} ms": 1e3 * t / counts[name] for name, t in seconds.items()}}
 
 
 def ggml(rows: int, n: int, k: int, rounds: int, folder: str) -> dict[str, float]:
@@ -209,6 +231,9 @@ def main() -> None:
     result["decode_speedup"] = min(row["speedup"] for row in result["decode"])
     result["prefill_speedup"] = min(row["speedup"] for row in result["prefill"] if row["n"] == 4096)
     result["quantizer_share"] = result["prefill"][-1]["quantizer_share"]
+    if not quick:
+        result["instruction_sets"] = [instruction_sets(m, 4096, 4096, 3) for m in (1, 4, 512)]
+        print(columns(result["instruction_sets"]), "\n", flush=True)
     if arguments.ggml:
         result["ggml"] = [ggml(m, 4096, 4096, 3 if quick else 5, arguments.ggml) for m in (1, 4, 512)]
         print(columns(result["ggml"]), "\n", flush=True)

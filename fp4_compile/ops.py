@@ -193,9 +193,12 @@ def _weight_mm(
     x: Tensor, b: Tensor, b_scales: Tensor, b_amax: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """``alpha * x @ decode(b)^T + bias`` in FP32; ``x`` enters as BF16, and a decoded weight is exact in it."""
-    weight = numerics.decode_unscaled(b, b_scales, torch.float32)
+    if b.device.type == "cpu":
+        weight = cpu.decode_unscaled(b, b_scales).float()
+    else:
+        weight = numerics.decode_unscaled(b, b_scales, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        product = torch.matmul(x.to(torch.bfloat16).float(), weight.mT)
+        product = torch.matmul(x.to(torch.bfloat16).float(), weight[..., : x.shape[-1]].mT)
     alpha = (b_amax.mT if b_amax.dim() else b_amax) * (1.0 / (numerics.E2M1_MAX * numerics.E4M3_MAX))
     return _finished(product.mul_(alpha), bias, out_dtype)
 
@@ -254,7 +257,7 @@ scaled_mm = define_for_cpu(
 
 An amax is 0-d, or one a row ([M, 1] of a, [N, 1] of b). ``swizzled``: both operands' scales are; needs 2-D codes."""
 
-weight_mm = define(
+weight_mm = define_for_cpu(
     "weight_mm(Tensor x, Tensor b, Tensor b_scales, Tensor b_amax, Tensor? bias, ScalarType out_dtype) -> Tensor",
     _weight_mm,
     _weight_mm_fake,

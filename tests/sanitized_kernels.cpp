@@ -36,6 +36,10 @@ void products(int64_t m, int64_t n, int64_t blocks, int64_t lead, int threads) {
   fp4_multiply(a, a_scales, w, w_scales, nullptr, FP32, 1e-4f, out, FP32, m, n, blocks, threads);
   fp4_multiply(a, a_scales, w, w_scales, bias, FP32, 1e-4f, half_out, BF16, m, n, blocks, threads);
   fp4_multiply(a, a_scales, w, w_scales, half_bias, BF16, 1e-4f, half_out, FP16, m, n, blocks, threads);
+  const int64_t k = blocks ? blocks * BLOCK - m % BLOCK : 0, rows = k ? (m < 9 ? m : 9) : 0;
+  Operand<uint16_t> x(rows * k, lead);
+  fp4_multiply_weights(x, w, w_scales, Operand<float>(1, lead), 0, nullptr, FP32, out, FP32, rows, n, k, threads);
+  fp4_multiply_weights(x, w, w_scales, Operand<float>(n, lead), 1, half_bias, BF16, half_out, BF16, rows, n, k, threads);
   fp4_decode(w, w_scales, n * blocks, Operand<uint16_t>(n * blocks * BLOCK, lead));
 }
 

@@ -107,6 +107,47 @@ def test_batches_and_leading_dimensions(kernels: Any) -> None:
         assert torch.equal(got[i], want[3 * i : 3 * i + 3, 8 * i : 8 * i + 8])
 
 
+def weight_product_by_definition(
+    x: Tensor, b: Tensor, b_scales: Tensor, amax: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """16 lanes, two elements each of every two blocks; sums of FP64, rounded once, are those of an FMA."""
+    blocks = b_scales.shape[1]
+    values = numerics.decode_e2m1(numerics.unpack(b)).double()
+    padded = torch.zeros(len(x), blocks * 16, dtype=torch.float64)
+    padded[:, : x.shape[1]] = x.double()
+    tail = (0, blocks % 2 * 16)
+    left, right = (torch.nn.functional.pad(t, tail).unflatten(-1, (-1, 16, 2)) for t in (padded, values))
+    scales = torch.nn.functional.pad(b_scales.double(), (0, blocks % 2)).unflatten(-1, (-1, 2)).repeat_interleave(8, -1)
+    lanes = torch.zeros(len(x), len(b), 16)
+    for i in range(left.shape[1]):
+        both = (left[:, None, i] * right[None, :, i]).sum(-1).float()
+        lanes = (scales[None, :, i] * both.double() + lanes.double()).float()
+    for half in (8, 4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
+    total = lanes[..., 0] * (amax.flatten() * (1.0 / 2688.0))
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 16), (2, 130, 100), (3, 33, 272), (4, 70, 48), (9, 300, 260)], ids=str)
+def test_weight_only_products_are_the_definition_bit_for_bit(
+    kernels: Any, threads: int, shape: tuple[int, int, int]
+) -> None:
+    m, n, k = shape
+    x, b = torch.randn(m, k).bfloat16(), random_operand(n, -(-k // 16))
+    b[1].view(torch.uint8)[n - 1, 0] = 0x7F
+    x[0, k - 1] = torch.inf
+    for amax in (torch.tensor([2.5]), torch.rand(n) + 0.5):
+        for bias in (None, torch.randn(n), torch.randn(n).bfloat16()):
+            for dtype, kind in KINDS.items():
+                out = torch.full((m, n), 99.0, dtype=dtype)
+                operands = [t.data_ptr() for t in (x, *b, amax)]
+                shift = (None, 0) if bias is None else (bias.data_ptr(), KINDS[bias.dtype])
+                kernels.fp4_multiply_weights(
+                    *operands, amax.numel() > 1, *shift, out.data_ptr(), kind, m, n, k, threads
+                )
+                assert same(out, weight_product_by_definition(x, *b, amax, bias, dtype))
+
+
 def misaligned(t: Tensor) -> Tensor:
     """The same numbers, one element off from where an allocation starts."""
     room = torch.empty(t.numel() + 1, dtype=t.dtype)
@@ -163,7 +204,7 @@ def test_every_bf16_number_is_quantized_to_the_reference_bytes(kernels: Any) -> 
 @pytest.fixture(scope="module")
 def operators() -> None:
     assert cpu.library() is not None, "no C++ compiler"
-    for name in ("amax", "quantize", "scaled_mm"):
+    for name in ("amax", "quantize", "scaled_mm", "weight_mm"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CPU")
 
 
@@ -215,3 +256,17 @@ def test_products_of_operators_are_the_definition() -> None:
     assert none.shape == (0, 8) and none.dtype == torch.bfloat16
     rows = torch.full((6, 1), 2.5)  # left to the general operator
     assert same(ops.scaled_mm(*a, rows, *b, amax, None, torch.float32), whole)
+
+
+@pytest.mark.usefixtures("operators")
+def test_weight_only_products_of_operators() -> None:
+    """By the kernel up to 16 rows, and beyond by a product of decoded weights, which sums in another order."""
+    w, bias = torch.randn(40, 50), torch.randn(40).bfloat16()
+    for amax in (numerics.tensor_amax(w), numerics.row_amax(w)):
+        codes, scales, _ = numerics.quantize_1x16(w, amax)
+        weight = numerics.dequantize(codes, scales, amax, 50).double()
+        for x in (torch.randn(16, 50), torch.randn(2, 3, 50).bfloat16(), torch.randn(50, 4).t(), torch.randn(40, 50)):
+            want = x.bfloat16().double() @ weight.T + bias.double()
+            got = ops.weight_mm(x, codes, scales, amax, bias, torch.float32)
+            assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+        assert ops.weight_mm(torch.randn(0, 50), codes, scales, amax, bias, torch.float32).shape == (0, 40)

@@ -20,7 +20,10 @@ from fp4_compile import numerics
 log = logging.getLogger(__name__)
 
 
-SOURCES = ("formats", "blocks", "quantize", "tiles", "turn", "product", "one_row", "gemm", "training", "operators")
+SOURCES = (
+    *("formats", "blocks", "quantize", "tiles", "turn", "product", "one_row", "gemm"),
+    *("weight_only", "training", "operators"),
+)
 """One translation unit, in this order."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -57,7 +60,9 @@ def build(isa: int | None = None, operators: bool = False) -> Any:
     built.fp4_decode.argtypes = [pointer, pointer, size, pointer]
     operands = [pointer, pointer, pointer, pointer, pointer, kind, real, pointer, kind]
     built.fp4_multiply.argtypes = [*operands, size, size, size, threads]
-    for function in (built.fp4_quantize_1x16, built.fp4_decode, built.fp4_multiply):
+    weights = [pointer, pointer, pointer, pointer, kind, pointer, kind, pointer, kind]
+    built.fp4_multiply_weights.argtypes = [*weights, size, size, size, threads]
+    for function in (built.fp4_quantize_1x16, built.fp4_decode, built.fp4_multiply, built.fp4_multiply_weights):
         function.restype = None
     return built
 

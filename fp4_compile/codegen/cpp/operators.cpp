@@ -119,11 +119,39 @@ Tensor scaled_mm(const Tensor& a, const Tensor& a_scales, const Tensor& a_amax, 
   return out;
 }
 
+// Decoding many rows' weights once and multiplying in FP32 is faster than decoding them for every four rows.
+constexpr int64_t MOST_DECODING_ROWS = 16;
+
+Tensor weight_mm(const Tensor& x, const Tensor& b, const Tensor& b_scales, const Tensor& b_amax, std::optional<Tensor> bias,
+                 ScalarType out_dtype) {
+  const std::optional<Kind> kind = kind_of(out_dtype);
+  const std::optional<Kind> bias_kind = bias ? kind_of(bias->scalar_type()) : FP32;
+  const int64_t k = x.size(-1), m = k ? x.numel() / k : 0;
+  if (!kind || !bias_kind || b.dim() != 2 || m == 0 || m > MOST_DECODING_ROWS) {
+    std::array<StableIValue, 6> stack{given(x), given(b), given(b_scales), given(b_amax), given(bias), given(out_dtype)};
+    call("fp4::general_weight_mm", stack);
+    return taken<Tensor>(stack[0]);
+  }
+  const bool is_bf16 = x.scalar_type() == ScalarType::BFloat16;
+  const Tensor read = in_order(is_bf16 ? x : torch::stable::to(x, ScalarType::BFloat16));
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = b.size(0);
+  Tensor out = torch::stable::new_empty(x, shape, out_dtype);
+  const Tensor codes = in_order(b), scales = in_order(b_scales), amax = in_order(b_amax);
+  const Tensor shift = bias ? in_order(*bias) : out;
+  fp4_multiply_weights(static_cast<const uint16_t*>(read.data_ptr()), static_cast<const uint8_t*>(codes.data_ptr()),
+                       static_cast<const uint8_t*>(scales.data_ptr()), static_cast<const float*>(amax.data_ptr()),
+                       amax.dim() > 0, bias ? shift.data_ptr() : nullptr, *bias_kind, out.data_ptr(), *kind, m,
+                       shape.back(), k, threads());
+  return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
   m.impl("amax", TORCH_BOX(&amax));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("scaled_mm", TORCH_BOX(&scaled_mm));
+  m.impl("weight_mm", TORCH_BOX(&weight_mm));
 }
 #endif
