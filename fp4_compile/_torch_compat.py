@@ -97,6 +97,15 @@ def build_cpp(source: str) -> Any:
     return CppCodeCache.load(source, needs_vec_isa=True)
 
 
+def call_cpu_kernel(op: Any, arguments: Sequence[Any]) -> Any:
+    """Call an operator's kernel for CPU tensors.
+
+    Past torch's Python dispatcher, which is at work in a compile: it may have looked up the operator's kernels before
+    this one was registered, and does not look again.
+    """
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)
+
+
 @contextlib.contextmanager
 def without_autograd_cache() -> Iterator[None]:
     """Keep AOTAutogradCache out of a compile.

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fp4_compile import numerics
+from fp4_compile._torch_compat import call_cpu_kernel
 from fp4_compile.codegen import cpu, cpu_training
 
 BLOCK = numerics.NVFP4_BLOCK
@@ -57,7 +58,7 @@ def define_for_cpu(schema: str, kernel: Any, fake: Any) -> Any:
 
     def until_built(*arguments: Any) -> Any:
         if arguments[0].device.type == "cpu" and cpu.library() is not None:
-            return op(*arguments)
+            return call_cpu_kernel(op, arguments)
         return kernel(*arguments)
 
     define(f"general_{schema}", kernel, fake)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -270,3 +272,33 @@ def test_weight_only_products_of_operators() -> None:
             got = ops.weight_mm(x, codes, scales, amax, bias, torch.float32)
             assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
         assert ops.weight_mm(torch.randn(0, 50), codes, scales, amax, bias, torch.float32).shape == (0, 40)
+
+
+FIRST_CALLS = """
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from fp4_compile import numerics, ops
+from fp4_compile.codegen import cpu
+
+if {without}:
+    cpu.library = lambda: None
+x = torch.randn(40, 64).bfloat16()
+with enable_python_dispatcher():
+    for _ in range(2):
+        amax = ops.amax(x)
+        codes, scales = ops.quantize(x, amax)
+        product = ops.scaled_mm(codes, scales, amax, codes, scales, amax, None, torch.float32)
+        by_weight = ops.weight_mm(x, codes, scales, amax, None, torch.float32)
+assert torch.equal(codes, numerics.quantize_1x16(x, amax)[0])
+decoded = numerics.dequantize(codes, scales, amax, 64)
+assert torch.allclose(product, decoded @ decoded.T, rtol=1e-4, atol=1e-4)
+assert torch.allclose(by_weight, x.float() @ decoded.T, rtol=1e-4, atol=1e-4)
+assert torch._C._dispatch_has_kernel_for_dispatch_key("fp4::amax", "CPU") is not {without}
+"""
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["first calls in a compile", "no C++ compiler"])
+def test_operators_before_their_kernels_are_built(without: bool) -> None:
+    """torch's Python dispatcher, at work in a compile, keeps what it found at the first call."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_CALLS.format(without=without)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
