@@ -1,4 +1,4 @@
-"""ggml's (llama.cpp's) 4-bit products on a CPU. torchao 0.18 refuses its NVFP4 there: SM 10.0 only."""
+"""ggml's (llama.cpp's) 4-bit products on a CPU. torchao 0.18 refuses its NVFP4 there, and torch its product."""
 
 from __future__ import annotations
 
