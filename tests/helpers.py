@@ -215,6 +215,34 @@ def step(model: nn.Module, x: Tensor, gradient: Tensor, call: Callable[..., Tens
     return Step(output.detach(), x.grad, gradients)
 
 
+def assert_same_step(run: Step, hand: Step, what: str = "step") -> None:
+    """Output, input gradient and every parameter's gradient are those of the twin."""
+    assert_by_hand(run.output, hand.output, f"{what}: output")
+    assert_by_hand(run.input_gradient, hand.input_gradient, f"{what}: input gradient")
+    assert list(run.gradients) == list(hand.gradients)
+    for name, want in hand.gradients.items():
+        got = run.gradients[name]
+        assert (got is None) == (want is None), f"{what}: {name}"
+        if got is not None and want is not None:
+            assert_by_hand(got, want, f"{what}: {name}")
+
+
+def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(model: nn.Module, twin: nn.Module, what: str = "gradients") -> None:
+    got, want = parameter_gradients(model), parameter_gradients(twin)
+    assert list(got) == list(want) and got, what
+    for name in want:
+        assert_by_hand(got[name], want[name], f"{what}: {name}")
+
+
+def two_layers(width: int = 64, hidden: int = 96) -> nn.Sequential:
+    """Two layers in NVFP4 whose activation rounds nothing."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+
+
 def mlp(width: int = 64, hidden: int = 96) -> nn.Sequential:
     """Two layers that the default policy runs in NVFP4."""
     return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width))

@@ -20,10 +20,10 @@ from helpers import (
     NVFP4,
     STRAIGHT_THROUGH,
     Quantizations,
-    Step,
     assert_by_hand,
     assert_close,
     assert_quantized,
+    assert_same_step,
     by_hand,
     graph_count,
     nvfp4,
@@ -42,13 +42,6 @@ G = torch.randn(32, 64, generator=torch.Generator().manual_seed(8))
 def layers(depth: int = 2) -> nn.Sequential:
     """Layers in NVFP4 whose activation rounds nothing."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(depth)))
-
-
-def assert_same_step(run: Step, hand: Step, what: str = "step") -> None:
-    assert_by_hand(run.output, hand.output, f"{what}: output")
-    assert_by_hand(run.input_gradient, hand.input_gradient, f"{what}: input gradient")
-    for name, want in hand.gradients.items():
-        assert_by_hand(run.gradients[name], want, f"{what}: {name}")  # type: ignore[arg-type]
 
 
 def assert_works(model: nn.Module, compiled: Callable[[Tensor], Tensor], twin: nn.Module) -> None:
