@@ -29,7 +29,7 @@ import fp4_compile
 from fp4_compile.offline.compile_for import Offline, compile_traced
 from fp4_compile.offline.inspect import has_fp4_instruction
 from fp4_compile.offline.kernels import Kernel
-from fp4_compile.offline.machine import find_target
+from fp4_compile.offline.machine import Target, find_target
 from fp4_compile.offline.summary import Summary
 from fp4_compile.offline.trace import trace
 
@@ -51,14 +51,24 @@ def generate(name: str, target: str, training: bool, quick: bool) -> tuple[Offli
         torch._dynamo.reset()
         theirs = None
         if not training and gpu.sm >= 100 and importlib.util.find_spec("torchao"):
-            quantized = by_torchao(name, quick)
-            theirs = compile_traced(trace(quantized, inputs, None, gpu.sm), gpu, {}, ptx=False).summary
-            torch._dynamo.reset()
+            theirs = by_torchao(name, quick, inputs, gpu)
     return ours, bf16.summary, theirs
 
 
+def by_torchao(name: str, quick: bool, inputs: Any, gpu: Target) -> Summary | None:
+    """The program of the model as torchao quantizes it, or None if Inductor cannot write it."""
+    quantized = with_torchao_weights(name, quick)
+    try:
+        return compile_traced(trace(quantized, inputs, None, gpu.sm), gpu, {}, ptx=False).summary
+    except Exception as error:
+        print(f"{name} {gpu.name}, torchao: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        return None
+    finally:
+        torch._dynamo.reset()
+
+
 @functools.cache
-def by_torchao(name: str, quick: bool) -> Any:
+def with_torchao_weights(name: str, quick: bool) -> Any:
     """The model with torchao's NVFP4 weights, activations to be quantized in each call; its check for a GPU passed."""
     from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig, inference_workflow
     from torchao.quantization import quantize_
