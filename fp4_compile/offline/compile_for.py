@@ -22,7 +22,11 @@ from fp4_compile.plan import Plan, merge
 
 log = logging.getLogger(__name__)
 
-_NEEDS_A_DEVICE = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_epilogue_fusion")
+_MEASURING = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "benchmark_epilogue_fusion")
+_REFUSED = {
+    **dict.fromkeys(_MEASURING, "measures kernels on the device, and none is here"),
+    "combo_kernels": "joins launches that the summary tells apart",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,7 @@ def prepared(target: str, options: Mapping[str, Any] | None) -> tuple[Target, Op
     """
     gpu = find_target(target)
     chosen = Options.parse({"target": target, **(options or {})})
-    _refuse_measuring(chosen)
+    _refuse_settings(chosen)
     register_lowerings()
     return gpu, chosen, inductor_settings(chosen, None, on_cpu=False)
 
@@ -109,12 +113,11 @@ def _compiled(name: str, source: str, target: Target) -> Kernel | Exception:
         return error
 
 
-def _refuse_measuring(options: Options) -> None:
+def _refuse_settings(options: Options) -> None:
     for key, value in options.inductor.items():
-        if str(key).replace("-", "_") in _NEEDS_A_DEVICE and value:
-            raise OptionError(
-                f"option 'inductor': {key!r} measures kernels on the device, and none is here; leave it out"
-            )
+        why = _REFUSED.get(str(key).replace("-", "_"))
+        if why and value:
+            raise OptionError(f"option 'inductor': {key!r} {why}; leave it out")
 
 
 def _write(folder: Path, traced: list[Traced], result: Offline) -> None:

@@ -182,8 +182,9 @@ def test_mistakes_are_named(tmp_path):
         compile_for(model, x, "sm_999")
     with pytest.raises(TargetError, match="no GPU"):
         compile_for(model, x, "cpu")
-    with pytest.raises(OptionError, match="max_autotune"):
-        compile_for(model, x, "sm_100", options={"inductor": {"max_autotune": True}})
+    for name in ("max_autotune", "combo_kernels"):
+        with pytest.raises(OptionError, match=name):
+            compile_for(model, x, "sm_100", options={"inductor": {name: True}})
     (tmp_path / "file").write_text("")
     with pytest.raises(DumpError, match="file"):
         compile_for(model, x, "sm_100", out=tmp_path / "file")
