@@ -132,7 +132,7 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "kernels_failed": sum(r["failed"] for r in rows),
         "fp4_gemms_without_fp4_instruction": sum(r["no_fp4_instruction"] for r in rows),
         "spills": sum(r["spills"] for r in rows),
-        "fewest_bytes": all(r["MB"] < min(r["bf16_MB"], r["ao_MB"] or float("inf")) for r in rows),
+        "fewest_bytes": all(r["MB"] <= min(r["bf16_MB"], r["ao_MB"] or float("inf")) for r in rows),
         "few_launches": all(r["launches"] <= r["bf16_launches"] + r["quantizers"] for r in rows),
         "blocks": rows,
     }

@@ -254,6 +254,8 @@ def test_products_of_operators_are_the_definition() -> None:
     assert same(got, torch.stack([whole[:3, :4], whole[3:, 4:]]))
     turned = [t.mT.contiguous().mT for t in (*a, *b)]
     assert same(ops.scaled_mm(*turned[:2], amax, *turned[2:], amax, None, torch.float32), whole)
+    spread = torch.randn(6, 8)  # a bias that broadcasts is left to the general operator
+    assert same(ops.scaled_mm(*a, amax, *b, amax, spread, torch.float32), whole + spread)
     none = ops.scaled_mm(a[0][:0], a[1][:0], amax, *b, amax, None, torch.bfloat16)
     assert none.shape == (0, 8) and none.dtype == torch.bfloat16
     rows = torch.full((6, 1), 2.5)  # left to the general operator
@@ -272,6 +274,19 @@ def test_weight_only_products_of_operators() -> None:
             got = ops.weight_mm(x, codes, scales, amax, bias, torch.float32)
             assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
         assert ops.weight_mm(torch.randn(0, 50), codes, scales, amax, bias, torch.float32).shape == (0, 40)
+
+
+@pytest.mark.usefixtures("operators")
+def test_operands_that_do_not_fit_are_refused() -> None:
+    """A kernel would read behind them."""
+    a, b, amax, x = random_operand(6, 3), random_operand(8, 3), torch.tensor(2.5), torch.randn(6, 48)
+    for others in (random_operand(8, 4), (b[0], b[1][:7]), (b[0], b[1][:, :2])):
+        with pytest.raises(RuntimeError, match="do not fit"):
+            ops.scaled_mm(*a, amax, *others, amax, None, torch.float32)
+        with pytest.raises(RuntimeError, match="do not fit"):
+            ops.weight_mm(x, *others, amax, None, torch.float32)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        ops.weight_mm(x, *b, torch.ones(5), None, torch.float32)
 
 
 FIRST_CALLS = """

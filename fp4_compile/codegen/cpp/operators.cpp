@@ -34,6 +34,23 @@ Tensor readable(const Tensor& x) {
   return in_order(real);
 }
 
+// One number, or `rows` of them, as FP32.
+bool is_amax(const Tensor& x, int64_t rows = 1) {
+  return x.scalar_type() == ScalarType::Float && (x.numel() == 1 || x.numel() == rows);
+}
+
+// A quantized operand whose codes and scales belong together, of blocks along its last dimension.
+bool is_operand(const Tensor& codes, const Tensor& scales) {
+  return codes.dim() == scales.dim() && codes.dim() > 0 && codes.numel() == scales.numel() * (BLOCK / 2) &&
+         codes.size(-1) == scales.size(-1) * (BLOCK / 2);
+}
+
+// The kind of a bias that the kernels read, FP32 without one; any other, one that broadcasts too, is left to Python.
+std::optional<Kind> bias_kind_of(const std::optional<Tensor>& bias, int64_t n) {
+  if (!bias) return FP32;
+  return bias->dim() == 1 && bias->size(0) == n ? kind_of(bias->scalar_type()) : std::nullopt;
+}
+
 float number(const Tensor& x) { return *static_cast<const float*>(x.data_ptr()); }
 
 int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
@@ -73,7 +90,7 @@ float encode_scale(float amax) {
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, std::string block, bool four_over_six) {
-  if (block != "1x16" || four_over_six || std::isnan(number(amax))) {
+  if (block != "1x16" || four_over_six || x.dim() == 0 || !is_amax(amax) || std::isnan(number(amax))) {
     std::array<StableIValue, 4> stack{given(x), given(amax), given(block), given(four_over_six)};
     call("fp4::general_quantize", stack);
     return {taken<Tensor>(stack[0]), taken<Tensor>(stack[1])};
@@ -94,13 +111,16 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, std::st
 Tensor scaled_mm(const Tensor& a, const Tensor& a_scales, const Tensor& a_amax, const Tensor& b, const Tensor& b_scales,
                  const Tensor& b_amax, std::optional<Tensor> bias, ScalarType out_dtype, bool swizzled) {
   const std::optional<Kind> kind = kind_of(out_dtype);
-  const std::optional<Kind> bias_kind = bias ? kind_of(bias->scalar_type()) : FP32;
-  if (!kind || !bias_kind || swizzled || a_amax.dim() || b_amax.dim()) {
+  const std::optional<Kind> bias_kind = bias_kind_of(bias, b.size(-2));
+  if (!kind || !bias_kind || swizzled || a_amax.dim() || b_amax.dim() || !is_amax(a_amax) || !is_amax(b_amax)) {
     std::array<StableIValue, 9> stack{given(a),      given(a_scales), given(a_amax),    given(b),       given(b_scales),
                                       given(b_amax), given(bias),     given(out_dtype), given(swizzled)};
     call("fp4::general_scaled_mm", stack);
     return taken<Tensor>(stack[0]);
   }
+  STD_TORCH_CHECK(is_operand(a, a_scales) && is_operand(b, b_scales) && a.size(-1) == b.size(-1) && b.dim() > 1 &&
+                      (b.dim() == 2 || (a.dim() == b.dim() && a.size(0) == b.size(0))),
+                  "fp4::scaled_mm: the operands' sizes do not fit each other");
   std::vector<int64_t> shape(a.sizes().begin(), a.sizes().end());
   const int64_t n = b.size(-2), blocks = b_scales.size(-1), batches = b.dim() > 2 ? b.size(0) : 1;
   shape.back() = n;
@@ -125,13 +145,15 @@ constexpr int64_t MOST_DECODING_ROWS = 16;
 Tensor weight_mm(const Tensor& x, const Tensor& b, const Tensor& b_scales, const Tensor& b_amax, std::optional<Tensor> bias,
                  ScalarType out_dtype) {
   const std::optional<Kind> kind = kind_of(out_dtype);
-  const std::optional<Kind> bias_kind = bias ? kind_of(bias->scalar_type()) : FP32;
+  const std::optional<Kind> bias_kind = bias_kind_of(bias, b.size(0));
   const int64_t k = x.size(-1), m = k ? x.numel() / k : 0;
   if (!kind || !bias_kind || b.dim() != 2 || m == 0 || m > MOST_DECODING_ROWS) {
     std::array<StableIValue, 6> stack{given(x), given(b), given(b_scales), given(b_amax), given(bias), given(out_dtype)};
     call("fp4::general_weight_mm", stack);
     return taken<Tensor>(stack[0]);
   }
+  STD_TORCH_CHECK(is_operand(b, b_scales) && b_scales.size(-1) == ceil_div(k, BLOCK) && is_amax(b_amax, b.size(0)),
+                  "fp4::weight_mm: the operands' sizes do not fit each other");
   const bool is_bf16 = x.scalar_type() == ScalarType::BFloat16;
   const Tensor read = in_order(is_bf16 ? x : torch::stable::to(x, ScalarType::BFloat16));
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
