@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -131,17 +131,21 @@ def prefill(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
     }
 
 
+def rotating(parts: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
+    """Copies of a weight, so that each product reads one that no cache holds."""
+    return [tuple(part.clone() for part in parts) for _ in range(count)]
+
+
 def instruction_sets(rows: int, n: int, k: int, rounds: int) -> dict[str, float]:
     """Milliseconds of the product alone with what other CPUs have; weights as in `decode` for a few rows."""
     few = rows <= 16
     first, x = quantized(torch.randn(n, k).bfloat16()), torch.randn(rows, k).bfloat16()
-    packed = [[part.clone() for part in first[:2]] for _ in range(copies(n * k * 9 // 16) if few else 1)]
+    packed = rotating(first[:2], copies(n * k * 9 // 16) if few else 1)
     plain = [torch.randn(n, k).bfloat16() for _ in range(max(2, copies(2 * n * k)) if few else 1)]
     activation = quantized(x)[:2]
     calls: dict[str, Callable[[], object]] = {"torch bf16": lambda: [F.linear(x, weight) for weight in plain]}
     for name, isa in (("avx512 vnni", None), ("avx2", 1), ("plain c++", 0)):
-        kernels = codegen.build(isa)
-        multiply = partial(codegen.product, alpha=1e-4, bias=None, dtype=torch.bfloat16, kernels=kernels)
+        multiply = partial(codegen.product, alpha=1e-4, bias=None, dtype=torch.bfloat16, kernels=codegen.build(isa))
         calls[name] = lambda multiply=multiply: [multiply(*activation, *weight) for weight in packed]  # type: ignore[misc]
     seconds = turns(calls, rounds)
     counts = {name: len(plain if name == "torch bf16" else packed) for name in seconds}
@@ -153,7 +157,7 @@ def ggml(rows: int, n: int, k: int, rounds: int, folder: str) -> dict[str, float
     count = copies(n * k * 9 // 16) if rows <= 16 else 1
     weight, x = torch.randn(n, k).bfloat16(), torch.randn(rows, k).bfloat16()
     first = quantized(weight)
-    packed = [tuple(part.clone() for part in first) for _ in range(count)]
+    packed = rotating(first, count)
     calls: dict[str, Callable[[], object]] = {"nvfp4": lambda: [linear(x, one) for one in packed]}
     frees = []
     library = cpu_peers.Ggml(folder)

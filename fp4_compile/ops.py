@@ -49,11 +49,11 @@ def define(schema: str, kernel: Any, fake: Any) -> Any:
     return getattr(torch.ops.fp4, name).default
 
 
-def define_for_cpu(schema: str, kernel: Any, fake: Any) -> Any:
+def define_for_cpu(schema: str, kernel: Any, fake: Any, whole: bool = False) -> Any:
     """`define`, for an operator of `fp4_compile.codegen.cpu.library`: its C++ is built at the first call.
 
-    It answers for CPU tensors from then on, and leaves what it does not know to ``fp4::general_...``, which is
-    ``kernel``.
+    It answers for CPU tensors from then on. Unless it knows the ``whole`` operator, it leaves the rest to
+    ``fp4::general_...``, which is ``kernel``.
     """
 
     def until_built(*arguments: Any) -> Any:
@@ -61,7 +61,8 @@ def define_for_cpu(schema: str, kernel: Any, fake: Any) -> Any:
             return call_cpu_kernel(op, arguments)
         return kernel(*arguments)
 
-    define(f"general_{schema}", kernel, fake)
+    if not whole:
+        define(f"general_{schema}", kernel, fake)
     op = define(schema, until_built, fake)
     return op
 
@@ -210,7 +211,7 @@ def _weight_mm_fake(
     return x.new_empty((*x.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
-amax = define_for_cpu("amax(Tensor x) -> Tensor", numerics.tensor_amax, _amax_fake)
+amax = define_for_cpu("amax(Tensor x) -> Tensor", numerics.tensor_amax, _amax_fake, whole=True)
 """Largest finite magnitude of a tensor (bf16, fp16 or fp32, any shape), fp32, 0-d; 0 for an empty one."""
 
 quantize = define_for_cpu(

@@ -77,19 +77,6 @@ def library() -> Any:
         return None
 
 
-def encode_scale(amax: float) -> float:
-    """`numerics.encode_scale` of one number: FP64's quotient rounded is FP32's, since it has twice the digits."""
-    factor = min(_fp32(2688.0 / amax), _FP32_MAX) if amax else 1.0
-    return factor if factor != 0.0 else 1.0
-
-
-def _fp32(number: float) -> float:
-    return ctypes.c_float(number).value
-
-
-_FP32_MAX = torch.finfo(torch.float32).max
-
-
 def readable(x: Tensor) -> tuple[Tensor, str]:
     """A tensor the kernels of training read, and which of them: bf16 as it is, anything else as fp32."""
     return (x.contiguous(), "bf16") if x.dtype == torch.bfloat16 else (x.to(torch.float32).contiguous(), "fp32")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4_compile import numerics
-from fp4_compile.codegen.cpu import encode_scale, library, readable
+from fp4_compile.codegen.cpu import library, readable
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def quantize_stochastic(x: Tensor, amax: Tensor, seed: Tensor, stream: int) -> t
     x, kind = readable(x)
     codes = torch.empty((*lead, blocks * 8), dtype=torch.uint8)
     scales = torch.empty((*lead, blocks), dtype=torch.float8_e4m3fn)
-    encode = encode_scale(amax.item())
+    encode = numerics.encode_scale(amax).item()
     quantize = getattr(built, f"fp4_quantize_stochastic_{kind}")
     quantize(x.data_ptr(), x.numel() // k, k, encode, int(seed), stream, codes.data_ptr(), scales.data_ptr())
     return codes, scales
@@ -76,7 +76,7 @@ def quantize_16x16(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     w, kind = readable(w)
     codes = torch.empty((*lead, rows, blocks * 8), dtype=torch.uint8)
     scales = torch.empty((*lead, rows, blocks), dtype=torch.float8_e4m3fn)
-    encode = encode_scale(amax.item())
+    encode = numerics.encode_scale(amax).item()
     quantize = getattr(built, f"fp4_quantize_16x16_{kind}")
     quantize(w.data_ptr(), w.numel() // (rows * k), rows, k, encode, codes.data_ptr(), scales.data_ptr())
     return codes, scales

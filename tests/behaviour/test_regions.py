@@ -14,6 +14,7 @@ from helpers import (
     Quantizations,
     assert_by_hand,
     assert_quantized,
+    assert_same_step,
     by_hand,
     error,
     forward_plan,
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import fp4_compile
-from behaviour.test_machinery import G, X, assert_same_step, assert_works
+from behaviour.test_machinery import G, X, assert_works
 from fp4_compile import Plan, Precision
 from fp4_compile.plan import Role
 

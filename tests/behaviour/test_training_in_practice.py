@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from helpers import (
     BF16,
     NVFP4,
     ORDER_OF_SUMMATION,
-    STRAIGHT_THROUGH,
     Quantizations,
     assert_by_hand,
     assert_quantized,
@@ -34,15 +32,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4_compile
+from behaviour.test_training import G, X, explain
 from fp4_compile.plan import Role
-
-X = torch.randn(64, 64, generator=torch.Generator().manual_seed(7))
-G = torch.randn(64, 64, generator=torch.Generator().manual_seed(8))
-
-
-def explain(model: Any, *inputs: Any) -> fp4_compile.explanation.Explanation:
-    return fp4_compile.explain(model, *inputs, options=STRAIGHT_THROUGH)
-
 
 # -- training and inference take turns --
 
