@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,6 @@ __all__ = [
     "cuda_interface",
     "custom_passes",
     "device_interfaces",
-    "dynamo_counters",
     "dynamo_input_position",
     "fake_mode_of",
     "free_unbacked_symbols",
@@ -95,6 +95,11 @@ def compile_apart(model: Callable[..., Any], backend: Any) -> Callable[..., Any]
 def build_cpp(source: str) -> Any:
     """Build C++ with the compiler, flags and cache of Inductor's CPU kernels; returns the loaded library."""
     return CppCodeCache.load(source, needs_vec_isa=True)
+
+
+def graph_breaks() -> Counter[str]:
+    """Dynamo's breaks so far in this process, by reason; where it gave up on the rest of a frame, too."""
+    return Counter(dynamo_counters["graph_break"]) | Counter(dynamo_counters["unimplemented"])
 
 
 def call_cpu_kernel(op: Any, arguments: Sequence[Any]) -> Any:

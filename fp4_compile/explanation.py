@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from fp4_compile._torch_compat import (
     BackendCompilerFailed,
     aot_autograd,
     compile_apart,
-    dynamo_counters,
+    graph_breaks,
     make_boxed_func,
     min_cut_rematerialization_partition,
     select_decomp_table,
@@ -97,7 +96,7 @@ def explain(
     """
     chosen = Options.parse(options)
     planner = _Planner(chosen)
-    before = Counter(dynamo_counters["graph_break"])
+    before = graph_breaks()
     compiled = compile_apart(model, planner)
     try:
         compiled(*inputs, **keywords)
@@ -105,7 +104,7 @@ def explain(
         if isinstance(failure.inner_exception, Fp4CompileError):
             raise failure.inner_exception from None
         raise
-    breaks = Counter(dynamo_counters["graph_break"]) - before
+    breaks = graph_breaks() - before
     reports = tuple(
         GraphReport(pipeline.context.plan, dict(recorder.stages)) for pipeline, recorder in planner.compiled
     )

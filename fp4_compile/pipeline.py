@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from torch import fx
 import fp4_compile
 from fp4_compile._torch_compat import (
     CustomGraphPass,
-    dynamo_counters,
     dynamo_input_position,
+    graph_breaks,
     is_static_input,
     observe_pass,
 )
@@ -85,7 +84,7 @@ class Pipeline(CustomGraphPass):
                 options.plan.require_fit(sites)
             require_known(sites, parse_pins(options.pins))
         except Fp4CompileError as error:
-            if not sum(Counter(dynamo_counters["graph_break"]).values()):
+            if not graph_breaks():
                 raise
             log.info("a part of a model: %s", error)
 

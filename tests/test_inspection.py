@@ -74,6 +74,30 @@ def test_explain_counts_graphs_and_breaks_and_names_the_reason():
     assert (whole.graph_count, whole.graph_break_count) == (1, 0)
 
 
+def test_a_frame_that_dynamo_gives_up_on_counts_as_a_break():
+    """It captures no recurrent layer, and runs what follows as plain PyTorch: the second layer is in no graph."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(32, 64)
+            self.between = torch.nn.GRU(64, 32)
+
+        def forward(self, x):
+            x = torch.relu(self.first(x)).unsqueeze(1)
+            return self.second(self.between(x)[0])
+
+    model, x = Recurrent(), torch.randn(8, 64)
+    with torch.no_grad():
+        explanation = fp4_compile.explain(model, x)
+        assert [d.site.key for d in explanation.plan] == ["first:mm.fprop"]
+        assert explanation.graph_break_count == 1
+        assert "RNN, GRU, or LSTM" in str(explanation)
+        torch._dynamo.reset()
+        plan = {"first:mm.fprop": "bf16", "second:mm.fprop": "bf16"}
+        torch.compile(model, backend="nvfp4", options={"pins": plan})(x)  # a part of the model is all that is seen
+
+
 def test_explain_takes_keywords_says_what_to_change_and_fits():
     def model(*, x, w):
         return torch.mm(x, w)
