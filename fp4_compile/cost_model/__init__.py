@@ -16,6 +16,7 @@ __all__ = [
     "break_even_rows",
     "describe",
     "device",
+    "dgrad_seconds",
     "evaluate",
     "gemm_flops",
     "load",
@@ -25,6 +26,8 @@ __all__ = [
     "power_of_two_threshold",
     "quantizer_seconds",
     "times",
+    "weight_quantizer_seconds",
+    "wgrad_seconds",
 ]
 
 if TYPE_CHECKING:
@@ -40,7 +43,9 @@ if TYPE_CHECKING:
         nvfp4_seconds,
         quantizer_seconds,
         times,
+        weight_quantizer_seconds,
     )
+    from fp4_compile.cost_model.training import dgrad_seconds, wgrad_seconds
 
 _HOMES = {
     "break_even": ("break_even_rows", "describe", "power_of_two_threshold"),
@@ -48,7 +53,16 @@ _HOMES = {
     "devices": ("Device",),
     "gemm": ("gemm_flops", "padding_share"),
     "measurement": ("load", "measure"),
-    "roofline": ("Times", "bf16_seconds", "evaluate", "nvfp4_seconds", "quantizer_seconds", "times"),
+    "roofline": (
+        "Times",
+        "bf16_seconds",
+        "evaluate",
+        "nvfp4_seconds",
+        "quantizer_seconds",
+        "times",
+        "weight_quantizer_seconds",
+    ),
+    "training": ("dgrad_seconds", "wgrad_seconds"),
 }
 
 

@@ -44,6 +44,7 @@ _B200 = _device(
     memory=(7.67e12, "device properties: 7680 bit, 3.996 GHz, two transfers; NVIDIA data sheet 7.7 to 8 TB/s"),
     launch=_LAUNCH,
     quantizer_fraction=(0.53, "Inductor, 168 us at 16384x16384: pytorch/pytorch#167098; 0.37 to 0.84 elsewhere"),
+    quantizer_passes=(1, "the kernels of this package: a scale for each row"),
 )
 
 _B300 = _device(
@@ -75,6 +76,7 @@ _5090 = _device(
     memory=(1.792e12, "NVIDIA RTX Blackwell whitepaper"),
     launch=_LAUNCH,
     quantizer_fraction=(0.71, "135 us at 8192x8192 on an RTX PRO 6000: vllm#48548"),
+    quantizer_passes=(1, "the kernels of this package: a scale for each row"),
 )
 
 _PRO_6000 = _device(
@@ -147,6 +149,7 @@ _CPU = _device(
     memory=(8.36e10, "STREAM, one socket: kvcache-ai/ktransformers#2175"),
     launch=(1e-5, f"a call of an operator of this package, 5 to 12 us: {_XEON}"),
     quantizer_fraction=(0.25, f"2.5 ms for 2048x2048 with its amax, in cache: {_XEON}"),
+    quantizer_passes=(2, "the operators of this package: the amax of the whole tensor first"),
 )
 
 _CPU_BF16 = _device(

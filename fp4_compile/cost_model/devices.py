@@ -48,6 +48,9 @@ class Device:
     """Least time a kernel takes on the device, seconds; the host's part is hidden by a CUDA graph."""
     quantizer_fraction: float
     """Share of ``memory`` that a pass of an activation quantizer achieves."""
+    quantizer_passes: int
+    """Times that quantizing reads its tensor: 2 where one amax is found for all of it first, 1 where each row has its
+    own."""
     sources: Mapping[str, str] = dataclasses.field(hash=False)
     """For each field that holds a figure, the public source or the assumption it rests on."""
 
@@ -98,6 +101,8 @@ def _in_range(field: str, value: object) -> bool:
         return False
     if field == "sms":
         return isinstance(value, int) and value > 0
+    if field == "quantizer_passes":
+        return value in (1, 2)
     return 0 < value <= 1 if field.endswith("_fraction") else 0 < value < float("inf")
 
 

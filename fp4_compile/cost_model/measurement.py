@@ -172,6 +172,7 @@ def _figures(kind: str, found: dict[str, float]) -> dict[str, Any]:
         "memory": memory,
         "launch": found["launch"],
         "quantizer_fraction": found["quantizer"] / memory,
+        "quantizer_passes": 2,
     }
 
 

@@ -40,7 +40,7 @@ class Times:
     quantizer: Any
     """This GEMM's share of the quantizer of its activation."""
     weight_quantizer: Any
-    """The quantizer of its weight; 0 in inference, where it is hoisted out of the graph."""
+    """The quantizer of its weight, for both directions; 0 in inference, where it is hoisted out of the graph."""
 
     @property
     def nvfp4(self) -> Any:
@@ -59,15 +59,17 @@ def bf16_seconds(device: Device, batch: Any, m: Any, n: Any, k: Any, *, bias: bo
 def nvfp4_seconds(device: Device, batch: Any, m: Any, n: Any, k: Any, *, bias: bool = False) -> sympy.Expr:
     """Seconds of the GEMM of quantized operands, with alpha and bias in its epilogue.
 
-    Without FP4 tensor cores the operands are decoded on the way in and multiplied at the BF16 rate, so that only
-    the traffic shrinks.
+    Without FP4 tensor cores the weight is decoded on the way in and multiplied with the BF16 activation at the BF16
+    rate, so that only the weight's traffic shrinks.
     """
     padded = BLOCK * sympy.ceiling(sympy.sympify(k) / BLOCK)
     if device.nvfp4_flops is None or device.nvfp4_fraction is None:
         rate, tile = device.bf16_flops * device.bf16_fraction, device.bf16_tile
+        activation = BF16_BYTES * sympy.sympify(k)
     else:
         rate, tile = device.nvfp4_flops * device.nvfp4_fraction, device.nvfp4_tile
-    traffic = batch * (NVFP4_BYTES * padded * (m + n) + BF16_BYTES * m * n) + ALPHA_BYTES
+        activation = NVFP4_BYTES * padded
+    traffic = batch * (activation * m + NVFP4_BYTES * padded * n + BF16_BYTES * m * n) + ALPHA_BYTES
     traffic += BF16_BYTES * n if bias else 0
     compute = _waves(device, tile, rate, batch, m, n) * padded
     return _roofline(device, compute, traffic, device.nvfp4_memory_fraction)
@@ -76,13 +78,23 @@ def nvfp4_seconds(device: Device, batch: Any, m: Any, n: Any, k: Any, *, bias: b
 def quantizer_seconds(device: Device, rows: Any, k: Any, *, fused: bool = False) -> sympy.Expr:
     """Seconds to quantize a BF16 tensor ``[rows, K]``.
 
-    One pass finds the amax and another quantizes. ``fused``: the producer's kernel leaves the amax behind, and
-    only the second pass is left. The amax pass is charged at the quantizer's bandwidth: what torchao gains from
-    a static scale (torchao's README, relu->linear, dynamic against static) is no less than that.
+    In two passes (`Device.quantizer_passes`) one finds the amax and another quantizes. ``fused``: the producer's
+    kernel leaves the amax behind, and only the second is left. The amax pass is charged at the quantizer's
+    bandwidth: what torchao gains from a static scale (torchao's README, relu->linear, dynamic against static) is no
+    less than that.
     """
+    return _quantizer(device, rows, k, 1 if fused else device.quantizer_passes, 1)
+
+
+def weight_quantizer_seconds(device: Device, n: Any, k: Any) -> sympy.Expr:
+    """Seconds to quantize a weight ``[N, K]`` in a training step: its amax, then tiles of 16x16 for both directions."""
+    return _quantizer(device, n, k, 2, 2)
+
+
+def _quantizer(device: Device, rows: Any, k: Any, passes: int, written: int) -> sympy.Expr:
     elements = rows * BLOCK * sympy.ceiling(sympy.sympify(k) / BLOCK)
+    traffic = passes * BF16_BYTES + written * NVFP4_BYTES
     bandwidth = device.memory * device.quantizer_fraction
-    passes, traffic = (1, BF16_BYTES + NVFP4_BYTES) if fused else (2, 2 * BF16_BYTES + NVFP4_BYTES)
     return passes * _coefficient(device.launch) + _coefficient(float(traffic) / bandwidth) * elements
 
 
@@ -101,13 +113,15 @@ def times(
     """Seconds of a matmul in both precisions, as sympy expressions.
 
     ``consumers``: GEMMs that share the quantized activation, each of which is charged an equal share.
-    ``fused``: as in `quantizer_seconds`. ``training``: the weight is quantized in each step too.
+    ``fused``: as in `quantizer_seconds`; without FP4 tensor cores no activation is quantized. ``training``: the
+    weight is quantized in each step too.
     """
-    weight = quantizer_seconds(device, batch * n, k) if training else sympy.Integer(0)
+    weight = weight_quantizer_seconds(device, batch * n, k) if training else sympy.Integer(0)
+    activation = quantizer_seconds(device, batch * m, k, fused=fused) if device.nvfp4_flops else sympy.Integer(0)
     return Times(
         bf16=bf16_seconds(device, batch, m, n, k, bias=bias),
         gemm=nvfp4_seconds(device, batch, m, n, k, bias=bias),
-        quantizer=quantizer_seconds(device, batch * m, k, fused=fused) / consumers,
+        quantizer=activation / consumers,
         weight_quantizer=weight,
     )
 

@@ -46,13 +46,18 @@ def assign(graph: fx.Graph, context: Context) -> None:
         decisions = keep_last_layers(context.matmuls, decisions, parameters, recipe.bf16_share)
     layers = {m.node: d for m, d in zip(context.matmuls, decisions, strict=True) if m.site.role is Role.FPROP}
     gradients = gradient_nodes(graph)
+    seconds: dict[str, tuple[float, float]] = {}
+    if options.target is not None:
+        from fp4_compile.planner.compile_time import backward_times
+
+        seconds = backward_times(context.matmuls, layers, options.target)
     for matmul, decision in zip(context.matmuls, decisions, strict=True):
         if matmul.site.role is Role.FPROP:
             decided = forward_as_asked(decision, recipe)
             refused = unsupported(matmul) or uneven(matmul)
         else:
             layer = layers.get(matmul.owner.node) if matmul.owner else None
-            decided = decide_backward(matmul, layer, recipe, gradients, given)
+            decided = decide_backward(matmul, layer, recipe, gradients, given, seconds.get(matmul.site.key))
             refused = impossible(matmul, gradients)
         if given is not None:
             decided = _follow(given, matmul, decided, refused)

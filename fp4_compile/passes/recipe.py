@@ -61,7 +61,12 @@ def forward_as_asked(decision: Decision, recipe: Training) -> Decision:
 
 
 def decide_backward(
-    matmul: Matmul, layer: Decision | None, recipe: Training, gradients: set[fx.Node], given: Plan | None
+    matmul: Matmul,
+    layer: Decision | None,
+    recipe: Training,
+    gradients: set[fx.Node],
+    given: Plan | None,
+    seconds: tuple[float, float] | None = None,
 ) -> Decision:
     """What a dgrad or wgrad GEMM runs in by default.
 
@@ -71,6 +76,8 @@ def decide_backward(
         recipe: the training recipe.
         gradients: the nodes that depend on incoming gradients.
         given: a plan the user gave. One that names the forward site alone decides the whole layer.
+        seconds: on the target device, in BF16 and in NVFP4 with its quantizers. It must pay by itself; only a pinned
+            layer is quantized whatever it costs.
     """
     site = matmul.site
     if layer is None:
@@ -81,13 +88,16 @@ def decide_backward(
     if follows.precision is Precision.BF16:
         reason = follows.reason if follows is layer else Reason.PLAN
         return Decision(site, Precision.BF16, reason, "as its forward")
-    refused = impossible(matmul, gradients) or _unwise(matmul)
+    refused = impossible(matmul, gradients) or unwise(matmul)
     if refused is not None:
         return Decision(site, Precision.BF16, *refused)
     wanted = Precision(recipe.backward)
     if wanted is Precision.BF16:
         return Decision(site, wanted, Reason.RECIPE, "backward in high precision")
-    return Decision(site, wanted, Reason.QUANTIZED, _how(site.role, recipe, wanted))
+    if seconds is not None and seconds[1] >= seconds[0] and follows.reason is not Reason.PINNED and follows is layer:
+        detail = "{:.3g} -> {:.3g} us".format(*(1e6 * each for each in seconds))
+        return Decision(site, Precision.BF16, Reason.SLOWER, detail, seconds=seconds)
+    return Decision(site, wanted, Reason.QUANTIZED, _how(site.role, recipe, wanted), seconds=seconds)
 
 
 def impossible(matmul: Matmul, gradients: set[fx.Node]) -> tuple[Reason, str] | None:
@@ -102,7 +112,8 @@ def impossible(matmul: Matmul, gradients: set[fx.Node]) -> tuple[Reason, str] | 
     return uneven(matmul) if site.role is Role.DGRAD else None
 
 
-def _unwise(matmul: Matmul) -> tuple[Reason, str] | None:
+def unwise(matmul: Matmul) -> tuple[Reason, str] | None:
+    """What gains nothing from FP4 in the backward, whatever the device."""
     site = matmul.site
     if site.role is Role.DGRAD:
         return small(site)

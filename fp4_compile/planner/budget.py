@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4_compile.assignment import Item, Problem, Shared
-from fp4_compile.cost_model import Device, evaluate, quantizer_seconds
+from fp4_compile.cost_model import Device
 from fp4_compile.errors import OptionError
 from fp4_compile.options import suggest
 from fp4_compile.plan import Precision
 from fp4_compile.planner.pins import Pins, pinned
 from fp4_compile.planner.scores import Scores
+from fp4_compile.planner.seconds import activation_seconds, layer_seconds, sharing
 from fp4_compile.planner.survey import Entry
 
 NVFP4_BITS = 4.5
@@ -69,7 +70,10 @@ def parse_budget(given: Mapping[str, Any] | None) -> Budget | None:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """The forward matmuls of a model in high precision: what a choice of NVFP4 sites changes."""
+    """The matmuls of a model in high precision: what a choice of NVFP4 sites changes.
+
+    ``flops`` and ``params`` are the forward's, ``seconds`` in training the backward's too.
+    """
 
     flops: float
     params: float
@@ -111,15 +115,6 @@ def candidates(scores: Scores, pins: Pins) -> list[Entry]:
     return found
 
 
-def site_seconds(entry: Entry, device: Device) -> tuple[float, float]:
-    """Seconds of one call in BF16, and in NVFP4 without the activation's quantizer."""
-    batch = int(entry.site.batch) if entry.site.batch.is_Integer else 1
-    rows = entry.rows // max(batch, 1)
-    k, n = int(entry.site.k), max(1, entry.elements // max(1, batch * int(entry.site.k)))
-    found = evaluate(device, batch, max(rows, 1), n, k, training=entry.weight is None)
-    return found.bf16, found.gemm + found.weight_quantizer
-
-
 def make_problem(
     scores: Scores, pins: Pins, device: Device | None, siblings_agree: bool = True
 ) -> tuple[Problem, Totals]:
@@ -141,11 +136,9 @@ def make_problem(
             "params": -float(elements),
         }
         if device is not None:
-            bf16, nvfp4 = site_seconds(entry, device)
+            bf16, nvfp4 = layer_seconds(entry, device, sharing(entry, scores.survey))
             change["seconds"] = nvfp4 - bf16
-            rows, k = entry.rows, int(entry.site.k)
-            seconds = float(quantizer_seconds(device, rows, k))
-            shared[entry.reads] = Shared(entry.reads, {"seconds": seconds})
+            shared[entry.reads] = Shared(entry.reads, {"seconds": activation_seconds(entry, device)})
         items.append(Item(entry.key, change, frozenset({entry.reads} if device is not None else ())))
     keys = {item.key for item in items}
     free = {e.key for e in chosen if pinned(e.site, pins) is None}
@@ -167,4 +160,4 @@ def make_problem(
 
 def _total_seconds(scores: Scores, device: Device) -> float:
     known = [e for e in scores.survey if e.site.k.is_Integer and e.site.k > 0]
-    return math.fsum(site_seconds(entry, device)[0] for entry in known)
+    return math.fsum(layer_seconds(entry, device, 1)[0] for entry in known)

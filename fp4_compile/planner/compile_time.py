@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,9 +19,12 @@ from fp4_compile._torch_compat import free_unbacked_symbols, outside_fake_mode
 from fp4_compile.cost_model import Device, break_even_rows, power_of_two_threshold
 from fp4_compile.options import find_device
 from fp4_compile.passes.context import Context, Matmul
-from fp4_compile.passes.graph import value
+from fp4_compile.passes.graph import base, is_backward, value
+from fp4_compile.passes.policy import uneven
+from fp4_compile.passes.recipe import unwise
 from fp4_compile.plan import Decision, Precision, Reason, Role
 from fp4_compile.planner.decide import make_plan
+from fp4_compile.planner.seconds import backward_seconds
 from fp4_compile.planner.survey import survey
 from fp4_compile.sensitivity.static import static_scores
 
@@ -38,13 +41,15 @@ def replan(graph: fx.Graph, context: Context, defaults: Sequence[Decision], para
         OptionError, BudgetError, DeviceError: the options ask for what cannot be.
     """
     options = context.options
+    trains = any(is_backward(node) for node in graph.nodes)
     # The cost model and the scores compute on real tensors.
     with outside_fake_mode():
         on = find_device(options.target) if options.target is not None else None
         settled: set[str] = set()
         if on is not None:
-            defaults, settled = decide_by_rows(context.matmuls, defaults, on)
-        looked_at = survey(graph, context.matmuls, defaults, parameters)
+            defaults, settled = decide_by_rows(context.matmuls, defaults, on, trains)
+        backward = _backward(context, trains)
+        looked_at = survey(graph, context.matmuls, defaults, parameters, backward)
         scores = static_scores(looked_at, context.matmuls, context.weights)
         plan = make_plan(scores, options.budget, pins=options.pins, target=on, whole_model=False)
     by_key = {decision.site.key: decision for decision in plan}
@@ -54,12 +59,26 @@ def replan(graph: fx.Graph, context: Context, defaults: Sequence[Decision], para
     return [by_key.get(default.site.key, default) for default in defaults]
 
 
+def _backward(context: Context, trains: bool) -> dict[fx.Node, tuple[Role, ...]] | None:
+    """For each forward matmul the products of its backward that the recipe would quantize; None in inference."""
+    if not trains:
+        return None
+    found: dict[fx.Node, tuple[Role, ...]] = {}
+    if context.options.training.backward == Precision.BF16.value:
+        return found
+    for matmul in context.matmuls:
+        if matmul.owner is not None and unwise(matmul) is None:
+            found[matmul.owner.node] = (*found.get(matmul.owner.node, ()), matmul.site.role)
+    return found
+
+
 def decide_by_rows(
-    matmuls: Sequence[Matmul], defaults: Sequence[Decision], on: Device
+    matmuls: Sequence[Matmul], defaults: Sequence[Decision], on: Device, trains: bool = False
 ) -> tuple[list[Decision], set[str]]:
     """Keep in NVFP4 only sites that have, by a guard, the rows from which NVFP4 pays; static ones are left alone.
 
-    A site whose rows are known only at run time and cannot be guarded stays in BF16.
+    A site whose rows are known only at run time and cannot be guarded stays in BF16. ``trains``: its weight is
+    quantized in each step.
 
     Returns:
         The decisions, and the keys of the sites that were decided here.
@@ -69,7 +88,7 @@ def decide_by_rows(
         site = matmul.site
         dynamic = bool((site.batch * site.m).free_symbols)
         if decision.precision is Precision.NVFP4 and site.role is Role.FPROP and dynamic and site.n.is_Integer:
-            rows = break_even_rows(on, int(site.n), int(site.k))
+            rows = break_even_rows(on, int(site.n), int(site.k), training=trains)
             needed[i] = None if rows is None else power_of_two_threshold(rows)
     thresholds = _few([t for t in needed.values() if t is not None])
     decided = list(defaults)
@@ -108,3 +127,23 @@ def _guard_at_least(matmul: Matmul, rows: int) -> bool:
     if free_unbacked_symbols(size):
         return False
     return bool(size >= rows)
+
+
+def backward_times(
+    matmuls: Sequence[Matmul], layers: Mapping[fx.Node, Decision], target: str
+) -> dict[str, tuple[float, float]]:
+    """Seconds on the target of each backward matmul in BF16, and in NVFP4 with its quantizers.
+
+    ``layers``: the decisions for the forward matmuls; those in NVFP4 that read one activation share its quantizer.
+    """
+    found = {}
+    quantized = [m for m in matmuls if m.node in layers and layers[m.node].precision is Precision.NVFP4]
+    consumers = Counter(base(matmul.lhs) for matmul in quantized)
+    with outside_fake_mode():
+        device = find_device(target)
+        for matmul in matmuls:
+            owner = matmul.owner
+            if owner is not None and uneven(owner) is None:
+                times = backward_seconds(owner.site, matmul.site.role, consumers[base(owner.lhs)], device)
+                found[matmul.site.key] = (times.bf16, times.nvfp4)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp4_compile.assignment import Problem, Solution, front, solve, total_changes, unconstrained
-from fp4_compile.cost_model import Device, break_even_rows, quantizer_seconds
+from fp4_compile.cost_model import Device, break_even_rows
 from fp4_compile.errors import BudgetError, OptionError
 from fp4_compile.options import find_device
 from fp4_compile.plan import Decision, Plan, Precision, Reason
@@ -16,10 +16,10 @@ from fp4_compile.planner.budget import (
     Totals,
     make_problem,
     parse_budget,
-    site_seconds,
 )
 from fp4_compile.planner.pins import Pins, parse_pins, pinned, require_known
 from fp4_compile.planner.scores import Scores
+from fp4_compile.planner.seconds import activation_seconds, layer_seconds, own_seconds, sharing
 from fp4_compile.planner.survey import Entry
 
 FRONT_POINTS = 200
@@ -44,7 +44,10 @@ def make_plan(
     problem, totals = make_problem(scores, chosen_pins, on, siblings_agree)
     solution = _choose(problem, totals, chosen_budget, on)
     chosen = solution.chosen
-    decisions = tuple(_decision(entry, entry.key in chosen, scores, chosen_pins, on) for entry in scores.survey)
+    by_time = chosen_budget is None and on is not None
+    decisions = tuple(
+        _decision(entry, entry.key in chosen, scores, chosen_pins, on, by_time) for entry in scores.survey
+    )
     return Plan(decisions, _analysis(scores, problem, totals, solution, chosen_budget, on))
 
 
@@ -78,13 +81,13 @@ def _choose(problem: Problem, totals: Totals, budget: Budget | None, on: Device 
         ) from None
 
 
-def _decision(entry: Entry, chosen: bool, scores: Scores, pins: Pins, on: Device | None) -> Decision:
+def _decision(entry: Entry, chosen: bool, scores: Scores, pins: Pins, on: Device | None, by_time: bool) -> Decision:
     """The decision for a site, with its reason, its score and its times."""
     score = scores.values.get(entry.key)
     loss = None if score is None else score.loss
     seconds = _seconds(entry, on) if entry.possible and on is not None else None
     precision = Precision.NVFP4 if chosen else Precision.BF16
-    reason, detail = _reason(entry, chosen, scores, seconds, pins, on)
+    reason, detail = _reason(entry, chosen, scores, seconds, pins, on, by_time)
     return Decision(entry.site, precision, reason, detail, loss, seconds)
 
 
@@ -95,6 +98,7 @@ def _reason(
     seconds: tuple[float, float] | None,
     pins: Pins,
     on: Device | None,
+    by_time: bool,
 ) -> tuple[Reason, str]:
     pin = pinned(entry.site, pins)
     if pin is not None and chosen == (pin[1] is Precision.NVFP4):
@@ -105,9 +109,14 @@ def _reason(
     if score is None:
         return Reason.UNSCORED, "no batch reached it with a gradient"
     gain = "" if seconds is None else f", {1e6 * seconds[0]:.3g} -> {1e6 * seconds[1]:.3g} us"
-    if not chosen and on is not None and seconds is not None and seconds[1] >= seconds[0]:
-        sharing = sum(other.reads == entry.reads and other.advised for other in scores.survey)
-        return Reason.SLOWER, pays_from(entry, on, sharing)
+    if not chosen and on is not None:
+        consumers = sharing(entry, scores.survey)
+        bf16, nvfp4 = layer_seconds(entry, on, consumers)
+        nvfp4 += activation_seconds(entry, on)
+        if by_time or nvfp4 >= bf16:
+            if entry.backward is None:
+                return Reason.SLOWER, pays_from(entry, on, consumers)
+            return Reason.SLOWER, f"with its backward {1e6 * bf16:.3g} -> {1e6 * nvfp4:.3g} us on {on.name}"
     return (Reason.QUANTIZED if chosen else Reason.SENSITIVE), f"error {score.loss:.2g}{gain}"
 
 
@@ -121,8 +130,8 @@ def pays_from(entry: Entry, on: Device, consumers: int) -> str:
 
 def _seconds(entry: Entry, on: Device) -> tuple[float, float]:
     """Seconds in BF16, and in NVFP4 with a quantizer of its own."""
-    bf16, nvfp4 = site_seconds(entry, on)
-    return bf16, nvfp4 + float(quantizer_seconds(on, entry.rows, int(entry.site.k)))
+    bf16, nvfp4 = own_seconds(entry, on)
+    return bf16, nvfp4 + activation_seconds(entry, on)
 
 
 def _analysis(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -25,13 +25,15 @@ class Entry:
 
     ``reads`` and ``weight`` are names: the key of the first site with the same activation tensor, and of the
     first with the same weight (None where the right operand is an activation). ``possible`` says whether
-    NVFP4 can be asked for at all; the default policy may still advise against it.
+    NVFP4 can be asked for at all; the default policy may still advise against it. ``backward`` names the products
+    of its backward that would follow it into FP4; None in inference.
     """
 
     default: Decision
     possible: bool
     reads: str
     weight: str | None
+    backward: tuple[Role, ...] | None = None
 
     @property
     def site(self) -> Site:
@@ -86,6 +88,7 @@ class Survey:
                 "possible": e.possible,
                 "reads": e.reads,
                 "weight": e.weight,
+                "backward": None if e.backward is None else [role.value for role in e.backward],
             }
             for e in self.entries
         ]
@@ -104,6 +107,7 @@ class Survey:
                 bool(e["possible"]),
                 str(e["reads"]),
                 None if e["weight"] is None else str(e["weight"]),
+                None if e.get("backward") is None else tuple(map(Role, e["backward"])),
             )
             for e in data["sites"]
         )
@@ -115,6 +119,7 @@ def survey(
     matmuls: Sequence[Matmul],
     defaults: Sequence[Decision],
     parameters: set[fx.Node],
+    backward: Mapping[fx.Node, tuple[Role, ...]] | None = None,
 ) -> Survey:
     """Look at the forward matmuls of a graph.
 
@@ -123,6 +128,7 @@ def survey(
         matmuls: its matrix multiplications.
         defaults: the default policy's decision for each.
         parameters: the nodes that depend on parameters alone.
+        backward: in training, `Entry.backward` of each forward matmul's node.
     """
     forward = [i for i, m in enumerate(matmuls) if m.site.role is Role.FPROP]
     relations = Relations(graph, matmuls, parameters)
@@ -130,7 +136,13 @@ def survey(
     reads = first_of(keys, [relations.reads(matmuls[i]) for i in forward])
     weights = first_of(keys, [relations.weight(matmuls[i]) for i in forward])
     entries = tuple(
-        Entry(defaults[i], can_run_in_nvfp4(matmuls[i]), read or key, weight)
+        Entry(
+            defaults[i],
+            can_run_in_nvfp4(matmuls[i]),
+            read or key,
+            weight,
+            None if backward is None else backward.get(matmuls[i].node, ()),
+        )
         for i, key, read, weight in zip(forward, keys, reads, weights, strict=True)
     )
     return Survey(entries, relations.groups())

@@ -39,8 +39,8 @@ def test_it_pays_from_there_on_and_not_just_before(n, k, options):
 
 
 def test_a_gain_that_does_not_last_is_not_the_break_even():
-    rows = break_even_rows(B200, 4096, 4096)
-    assert any(pays(B200, m, 4096, 4096) for m in range(1, rows))
+    rows = break_even_rows(B200, 2048, 4096)
+    assert any(pays(B200, m, 2048, 4096) for m in range(1, rows))
 
 
 @pytest.mark.parametrize("name", ["sm_100", "sm_103", "sm_120", "sm_120-pro6000", "sm_121"])

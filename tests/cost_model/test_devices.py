@@ -44,6 +44,7 @@ OTHER = {
     "name": "other",
     "title": "Other",
     "sms": 149,
+    "quantizer_passes": 2,
     "bf16_tile": (64, 128),
     "nvfp4_tile": (64, 128),
     "sources": dict.fromkeys(FIGURES, "another source"),

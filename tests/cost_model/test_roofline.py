@@ -9,7 +9,17 @@ import math
 import pytest
 import sympy
 
-from fp4_compile.cost_model import DEVICES, bf16_seconds, device, evaluate, nvfp4_seconds, quantizer_seconds, times
+from fp4_compile.cost_model import (
+    DEVICES,
+    bf16_seconds,
+    device,
+    dgrad_seconds,
+    evaluate,
+    nvfp4_seconds,
+    quantizer_seconds,
+    times,
+    wgrad_seconds,
+)
 from fp4_compile.cost_model.roofline import BATCH, K, M, N
 
 SIMPLE = dataclasses.replace(
@@ -27,6 +37,7 @@ SIMPLE = dataclasses.replace(
     memory=1e9,
     launch=1e-6,
     quantizer_fraction=0.5,
+    quantizer_passes=2,
 )
 NO_FP4 = dataclasses.replace(SIMPLE, nvfp4_flops=None, nvfp4_fraction=None)
 SIZES = list(itertools.product((1, 2), (1, 16, 100, 129, 4096), (64, 1000), (16, 40, 4096)))
@@ -59,8 +70,11 @@ def test_quantizers_by_hand():
     assert float(alone.quantizer) == pytest.approx(float(quantizer_seconds(SIMPLE, 100, 40)))
     assert float(shared.quantizer) == pytest.approx(float(alone.quantizer) / 3)
     assert alone.weight_quantizer == 0
+    rows = dataclasses.replace(SIMPLE, quantizer_passes=1)
+    assert quantizer_seconds(rows, 100, 40) == quantizer_seconds(SIMPLE, 100, 40, fused=True)
     training = times(SIMPLE, 2, 50, 70, 40, training=True)
-    assert float(training.weight_quantizer) == pytest.approx(float(quantizer_seconds(SIMPLE, 140, 40)))
+    # Its amax, then codes and scales for both directions.
+    assert float(training.weight_quantizer) == pytest.approx(2e-6 + 5.125 * 140 * 48 / 5e8)
     assert training.nvfp4 == training.gemm + training.quantizer + training.weight_quantizer
 
 
@@ -116,7 +130,19 @@ def test_more_work_never_takes_less(name):
         for field in ("bf16", "gemm", "quantizer", "nvfp4"):
             values = [getattr(s, field) for s in seconds]
             assert values == sorted(values)
-            assert all(0 < v < math.inf for v in values)
+            decoded = field == "quantizer" and device(name).nvfp4_flops is None
+            assert all(v == 0 if decoded else 0 < v < math.inf for v in values)
+
+
+@pytest.mark.parametrize("consumers", [1, 3])
+def test_the_backward_by_hand(consumers):
+    m, n, k = 512, 256, 1024
+    dgrad, wgrad = dgrad_seconds(SIMPLE, m, n, k), wgrad_seconds(SIMPLE, m, n, k, consumers)
+    assert dgrad.bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, m, k, n)))
+    assert dgrad.nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, m, k, n) + quantizer_seconds(SIMPLE, m, n)))
+    assert wgrad.bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, n, k, m)))
+    operands = quantizer_seconds(SIMPLE, n, m) + quantizer_seconds(SIMPLE, k, m) / consumers
+    assert wgrad.nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, n, k, m) + operands))
 
 
 def test_contractions_are_padded_to_blocks():

@@ -277,6 +277,26 @@ def test_backward_sites_follow_their_forward() -> None:
     assert all(d.precision is forward[d.site.module] for d in backward)
 
 
+def test_in_training_each_product_has_to_pay() -> None:
+    """On sm_120 with 4096 tokens wgrad of a narrow layer loses, and the narrowest layer loses as a whole."""
+    model = nn.Sequential(nn.Linear(384, 1536), nn.GELU(), nn.Linear(1536, 384), nn.Linear(384, 384)).bfloat16()
+    options = {"target": "sm_120", "training": {"bf16_share": 0.0}}
+    x = torch.randn(4096, 384, dtype=torch.bfloat16, requires_grad=True)
+    plan = fp4_compile.explain(model, x, options=options).plan
+    found = {(d.site.module, d.site.role): d for d in plan}
+    for layer in ("0", "2"):
+        assert found[layer, Role.FPROP].precision is found[layer, Role.DGRAD].precision is Precision.NVFP4
+        assert found[layer, Role.WGRAD].reason is Reason.SLOWER
+    assert found["3", Role.FPROP].reason is Reason.SLOWER
+    assert "with its backward" in found["3", Role.FPROP].detail
+    for d in plan:
+        if d.site.role is not Role.FPROP and d.site.module != "3":
+            assert d.seconds is not None
+            assert (d.precision is Precision.NVFP4) == (d.seconds[1] < d.seconds[0])
+    pinned = fp4_compile.explain(model, x, options={**options, "pins": {"0": "nvfp4"}}).plan
+    assert all(d.precision is Precision.NVFP4 for d in pinned if d.site.module == "0")
+
+
 def test_dynamic_rows_are_decided_by_guards() -> None:
     """Few rows and many get a graph each, with its own decision, and no more than that."""
     layer = nn.Linear(4096, 4096, bias=False).bfloat16()
