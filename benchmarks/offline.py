@@ -113,17 +113,22 @@ def row(
         "us": each.seconds * 1e6,
         "bf16_us": bf16.seconds * 1e6,
         "ao_us": torchao and torchao.seconds * 1e6,
-        "worst": f"{worst.role} {worst.name[:28]} {worst.roofline_share:.0%} ({worst.bound})" if worst else "",
+        "worst": worst.explanation if worst else "",
         "summary": ours.summary.to_dict(),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    hidden = ("summary", "faults")
-    shown = columns(
-        [{key: "-" if r[key] is None else r[key] for key in r if key not in hidden} for r in rows], str.ljust
-    )
-    return "\n".join([shown, *(f"  {r['model']} {r['target']} {r['pass']}: {f}" for r in rows for f in r["faults"])])
+    whole = [{key: "-" if r[key] is None else r[key] for key in r} for r in rows]
+    block = ("model", "target", "pass")
+    compiled = (*block, "quantized", "kernels", "failed", "fp4_gemms", "no_fp4_instruction", "spills")
+    launches = ("launches", "quantizers", "bf16_launches", "ao_launches")
+    compared = (*block, *launches, "MB", "bf16_MB", "ao_MB", "us", "bf16_us", "ao_us")
+    parts = [columns([{key: r[key] for key in keys} for r in whole], str.ljust) for keys in (compiled, compared)]
+    lost = ["The kernel that loses most time to the roofline, by the cost model:"]
+    lost += [f"  {r['model']} {r['target']} {r['pass']}: {r['worst']}" for r in rows]
+    faults = [f"  {r['model']} {r['target']} {r['pass']}: {f}" for r in rows for f in r["faults"]]
+    return "\n\n".join([*parts, "\n".join(lost), *faults])
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:

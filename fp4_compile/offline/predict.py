@@ -22,6 +22,8 @@ class Prediction:
     """Seconds at the device's peaks."""
     bound: str
     """What it waits for: ``compute``, ``memory``, or ``launch`` where starting it takes longer than its work."""
+    why: str
+    """What keeps it from the roofline, in figures."""
 
     @property
     def share(self) -> float:
@@ -35,8 +37,33 @@ def predict(launch: Launch, device: Device) -> Prediction:
     compute = _compute(launch, device)
     work = max(memory, compute)
     bound = "launch" if work < device.launch else "compute" if compute > memory else "memory"
-    peak = sum(flops / _peak(precision, device) for precision, flops in launch.flops.items())
-    return Prediction(device.launch + work, max(launch.bytes / device.memory, peak), bound)
+    roofline = max(launch.bytes / device.memory, _at_peak(launch, device))
+    why = _why(launch, device, bound, work)
+    return Prediction(device.launch + work, roofline, bound, why)
+
+
+def _at_peak(launch: Launch, device: Device) -> float:
+    return sum(flops / _peak(precision, device) for precision, flops in launch.flops.items())
+
+
+def _why(launch: Launch, device: Device, bound: str, work: float) -> str:
+    if bound == "launch":
+        return f"starting it takes {1e6 * device.launch:.2g} us, its work {1e6 * work:.2g} us"
+    if bound == "memory":
+        share = _memory_fraction(launch, device)
+        return f"{launch.bytes / 1e6:.4g} MB at {share:.0%} of the memory's peak, what published kernels reach"
+    fp4 = launch.gemm is not None and device.nvfp4_flops is not None
+    share = (device.nvfp4_fraction if fp4 else None) or device.bf16_fraction
+    sizes = (1, *launch.gemm) if launch.gemm is not None else launch.product
+    rate = f"{share:.0%} of the peak rate, what published kernels reach"
+    if sizes is None:
+        return rate
+    batch, m, n, _ = sizes
+    rows, columns = device.nvfp4_tile if fp4 else device.bf16_tile
+    tiles = batch * -(-m // rows) * -(-n // columns)
+    waves = -(-tiles // device.sms)
+    busy = tiles / (waves * device.sms)
+    return f"{tiles} tiles of {rows}x{columns} keep {busy:.0%} of {device.sms} SMs busy (waves: {waves}), at {rate}"
 
 
 def _compute(launch: Launch, device: Device) -> float:

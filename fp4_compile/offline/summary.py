@@ -36,6 +36,8 @@ class KernelSummary:
     """Predicted for all launches."""
     roofline_share: float
     bound: str
+    why: str = ""
+    """What keeps it from the roofline, in figures."""
     config: str = ""
     registers: int = 0
     shared_memory: int = 0
@@ -47,6 +49,16 @@ class KernelSummary:
     faults: tuple[str, ...] = ()
     error: str = ""
     """Why it does not compile."""
+
+    @property
+    def explanation(self) -> str:
+        """Where it stands to the roofline, and why."""
+        sizes = "x".join(map(str, self.sizes))
+        lost = 1e6 * self.seconds * (1 - self.roofline_share)
+        return (
+            f"{self.role} {self.name} {sizes}, {self.launches} launches, {self.roofline_share:.0%} of the roofline, "
+            f"{lost:.3g} us above it: {self.why}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +125,8 @@ class Summary:
             f"{self.target}, each call: {each.launches} launches, {each.bytes / 1e6:.4g} MB, {flops or 'no products'}, "
             f"{1e6 * each.seconds:.4g} us predicted"
         )
+        if (worst := each.worst) is not None:
+            lines.append(f"most time lost: {worst.explanation}")
         for kernel in self.kernels:
             lines += [f"{kernel.part} {kernel.name}: {fault}" for fault in (*kernel.faults, kernel.error) if fault]
         return "\n".join(lines)
@@ -171,6 +185,7 @@ def _summary(part: str, group: list[Launch], kernel: Kernel | Exception | None, 
         seconds=sum(prediction.seconds for prediction in predictions),
         roofline_share=_share(predictions),
         bound=predictions[0].bound,
+        why=predictions[0].why,
     )
     if isinstance(kernel, Exception):
         return dataclasses.replace(summary, error=f"{type(kernel).__name__}: {kernel}".strip().splitlines()[0])

@@ -11,9 +11,12 @@ from swiglu import SwiGlu
 from torch import nn
 
 import fp4_compile
+from fp4_compile.cost_model import device
 from fp4_compile.errors import DeviceError, DumpError, OptionError, TargetError
 from fp4_compile.offline.compile_for import compile_for
+from fp4_compile.offline.generate import Launch
 from fp4_compile.offline.machine import find_target, offline_device
+from fp4_compile.offline.predict import predict
 from fp4_compile.plan import Precision
 
 EVERYTHING = {"target": None}  # small layers do not pay on any device
@@ -107,6 +110,24 @@ def test_predictions_stay_below_the_roofline(inference):
     summary = inference[0].summary
     assert all(0 < k.roofline_share <= 1 and k.seconds > 0 for k in summary.kernels)
     assert summary.worst in summary.kernels
+    assert all(k.why for k in summary.kernels)
+    assert f"most time lost: {summary.each_call.worst.explanation}" in str(summary)
+
+
+def test_a_prediction_says_what_holds_a_kernel_back():
+    b200 = device("sm_100")
+    few_tiles = Launch("k", True, 10**6, {"nvfp4": 2 * 384 * 384 * 65536}, gemm=(384, 384, 65536))
+    assert (
+        "9 tiles of 128x128 keep 6% of 148 SMs busy (waves: 1), at 62% of the peak rate" in predict(few_tiles, b200).why
+    )
+    library = Launch("mm", False, 10**6, {"bf16": 2 * 4096**3}, product=(1, 4096, 4096, 4096))
+    assert (
+        "4096 tiles of 64x64 keep 99% of 148 SMs busy (waves: 28), at 66% of the peak rate"
+        in predict(library, b200).why
+    )
+    quantizer = Launch("k", True, 10**9, {}, quantizes=(4096, 4096))
+    assert "1000 MB at 53% of the memory's peak" in predict(quantizer, b200).why
+    assert "starting it takes 2 us, its work 0.00016 us" in predict(Launch("k", True, 1000, {}), b200).why
 
 
 def test_the_folder_holds_programs_kernels_plan_and_summary(inference):
