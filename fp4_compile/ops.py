@@ -113,6 +113,25 @@ def _quantize_rows_fake(
     return codes, scales, x.new_empty((rows, 1), dtype=torch.float32)
 
 
+def _row_amax_fake(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _quantize_both_ways(
+    x: Tensor, row_amax: Tensor, hadamard: int = 0, seed: Tensor | None = None, stream: int = 0, turned_stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    drawn = None if seed is None else cpu_training.random_bytes(x, seed, stream, BLOCK)
+    codes, scales, _ = numerics.quantize_1x16(x, row_amax, drawn)
+    return codes, numerics.swizzle_scales(scales), *_quantize_rows(x.mT, True, hadamard, seed, turned_stream)
+
+
+def _quantize_both_ways_fake(
+    x: Tensor, row_amax: Tensor, hadamard: int = 0, seed: Tensor | None = None, stream: int = 0, turned_stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    codes, scales, _ = _quantize_rows_fake(x, True)
+    return codes, scales, *_quantize_rows_fake(x.mT, True)
+
+
 def _quantize_tiles(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes, scales, _ = numerics.quantize_16x16(w, amax)
     turned, turned_scales = numerics.transpose_16x16(codes, scales, w.shape[-1])
@@ -231,6 +250,17 @@ quantize_rows = define(
 
 ``swizzled``: scales in the order tensor cores read them, as `numerics.swizzle_scales` gives them. ``hadamard``: the
 size of a transform before, 16 or none. With a ``seed`` it rounds as `quantize_stochastic`."""
+
+row_amax = define("row_amax(Tensor x) -> Tensor", numerics.row_amax, _row_amax_fake)
+"""[M, K] -> the amax of each row as `quantize_rows` has it, fp32 [M, 1]; NaN for a row with a NaN or an Inf."""
+
+quantize_both_ways = define(
+    "quantize_both_ways(Tensor x, Tensor row_amax, int hadamard=0, Tensor? seed=None, int stream=0, "
+    "int turned_stream=0) -> (Tensor codes, Tensor scales, Tensor turned, Tensor turned_scales, Tensor turned_amax)",
+    _quantize_both_ways,
+    _quantize_both_ways_fake,
+)
+"""`quantize_rows` of x [M, K], whose amax is given, and of its transpose; ``hadamard`` is the transpose's."""
 
 quantize_tiles = define(
     "quantize_tiles(Tensor w, Tensor amax) -> (Tensor codes, Tensor scales, Tensor turned, Tensor turned_scales)",

@@ -23,6 +23,7 @@ from fp4_compile._torch_compat import (
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.passes import PIPELINE, Context
+from fp4_compile.passes.both_ways import both_ways
 from fp4_compile.passes.context import ParallelGroup
 from fp4_compile.passes.tensor_cores import tensor_cores
 from fp4_compile.planner.pins import parse_pins, require_known
@@ -57,8 +58,8 @@ class Pipeline(CustomGraphPass):
         if owner is None:
             raise TypeError("the pipeline runs on the graph of a GraphModule")
         for run in PIPELINE:
-            if run is tensor_cores and self.context.sm is None:
-                continue  # a CPU's graph has no such stage
+            if run in (tensor_cores, both_ways) and self.context.sm is None:
+                continue  # a CPU's graph has no such stages
             name = f"fp4_{run.__name__}"
             observe_pass(owner, name, lambda graph, run=run: run(graph, self.context))  # type: ignore[misc]
             self._recorder.graph(run.__name__, graph)

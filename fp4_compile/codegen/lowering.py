@@ -3,6 +3,8 @@
     fp4.amax            a reduction of Inductor's
     fp4.quantize_tiles  a template
     fp4.quantize_rows   a template whose producer (pointwise) Inductor computes inside
+    fp4.row_amax        a reduction of Inductor's, which it fuses into the producer
+    fp4.quantize_both_ways  a template
     fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside
     fp4.weight_mm       the same, of a high-precision activation and a quantized weight
 
@@ -31,6 +33,8 @@ def register_lowerings() -> None:
     for op, lower in (
         (ops.amax, _amax),
         (ops.quantize_rows, _quantize_rows),
+        (ops.row_amax, _row_amax),
+        (ops.quantize_both_ways, _quantize_both_ways),
         (ops.quantize_tiles, _quantize_tiles),
         (ops.scaled_mm, _scaled_mm),
         (ops.weight_mm, _weight_mm),
@@ -92,6 +96,38 @@ def _lies_by_columns(x: Any) -> bool:
     if strides is None:  # not laid out yet: as its own maker will have it, in order
         return isinstance(x.data, inductor().ir.PermuteView)
     return bool(strides[0] == 1 and strides[1] != 1)
+
+
+def _row_amax(x: Any) -> Any:
+    """`fp4_compile.numerics.row_amax`."""
+    lower = inductor().lowering.lowerings
+    x.realize()  # its maker stores it for the quantizer, and finds the amax on the way
+    magnitude = lower[aten.abs.default](inductor().lowering.to_dtype(x, torch.float32))
+    largest = lower[aten.amax.default](magnitude, [1], True)
+    finite = lower[aten.where.self](lower[aten.lt.Scalar](largest, float("inf")), largest, float("nan"))
+    raised = lower[aten.clamp_min.default](finite, numerics.LEAST_AMAX)
+    return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)
+
+
+def _quantize_both_ways(
+    x: Any, row_amax: Any, hadamard: int = 0, seed: Any = None, stream: int = 0, turned_stream: int = 0
+) -> Any:
+    from fp4_compile.codegen.triton.both_ways import QUANTIZE_BOTH_WAYS
+    from fp4_compile.codegen.triton.configs import both_ways_quantizer_config
+
+    device, (rows, k) = x.get_device(), x.get_size()
+    blocks, row_blocks = ((size + BLOCK - 1) // BLOCK for size in (k, rows))
+    written = [
+        _empty((rows, blocks * (BLOCK // 2)), torch.uint8, device),
+        _empty_scales(rows, blocks, device, True),
+        _empty_scales(k, row_blocks, device, True),
+        _empty((k, 1), torch.float32, device),
+    ]
+    config = both_ways_quantizer_config(_hint(rows), _sm(device), seed is not None)
+    config |= {"HADAMARD": hadamard, "STREAM": turned_stream, "ROW_STREAM": stream}
+    read = [_contiguous(x), _contiguous(row_amax), *([] if seed is None else [_realized(seed)])]
+    turned, codes, scales, *more = _quantizer(QUANTIZE_BOTH_WAYS, config, read, written, (k, row_blocks), rows)
+    return codes, scales, turned, *more
 
 
 def _quantize_tiles(w: Any, amax: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp4_compile.passes.assign import assign
+from fp4_compile.passes.both_ways import both_ways
 from fp4_compile.passes.cleanup import cleanup
 from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.find_matmuls import find_matmuls
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewrite_backward,
     share,
     tensor_cores,
+    both_ways,
     cleanup,
     observe,
     verify,

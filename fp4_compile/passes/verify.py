@@ -20,6 +20,7 @@ from fp4_compile.plan import Precision
 _QUANTIZERS = (
     ops.quantize,
     ops.quantize_rows,
+    ops.quantize_both_ways,
     ops.quantize_stochastic,
     ops.quantize_tiles,
     ops.transpose,

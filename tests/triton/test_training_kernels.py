@@ -9,6 +9,7 @@ from kernels import cdiv, compiled, run, same_bytes
 from fp4_compile import numerics, ops
 from fp4_compile.codegen.cpu_training import random_bytes
 from fp4_compile.codegen.triton import configs
+from fp4_compile.codegen.triton.both_ways import QUANTIZE_BOTH_WAYS
 from fp4_compile.codegen.triton.columns import QUANTIZE_COLUMNS
 from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
 from fp4_compile.codegen.triton.tiles import QUANTIZE_TILES
@@ -62,6 +63,65 @@ def test_rows_and_columns_are_the_reference_byte_for_byte(sm, hadamard, stochast
     x[0, 0] = torch.nan
     x[1] = 0
     assert same_bytes(quantized(x, sm, hadamard, stochastic, turned=turned), reference(x, hadamard, stochastic))
+
+
+def both_ways(x, sm, stochastic, mutate=None):
+    """Codes and scales of x, then codes, scales and amax of its transpose."""
+    rows, k = x.shape
+    blocks, row_blocks = cdiv(k, 16), cdiv(rows, 16)
+    codes, turned = (torch.full(s, 99, dtype=torch.uint8) for s in ((rows, blocks * 8), (k, row_blocks * 8)))
+    scales, turned_scales = (
+        torch.full(numerics.swizzled_shape(*shape), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        for shape in ((rows, blocks), (k, row_blocks))
+    )
+    amax = torch.full((k, 1), -1.0)
+    tensors = {"X": x, "ROW_AMAX": numerics.row_amax(x), **({"SEED": SEED} if stochastic else {})}
+    tensors |= {"ROW_CODES": codes, "ROW_SCALES": scales, "SCALES": turned_scales, "AMAX": amax}
+    config = configs.both_ways_quantizer_config(rows, sm, stochastic)
+    config |= {"HADAMARD": 16, "STREAM": STREAM, "ROW_STREAM": STREAM + 1}
+    grid = QUANTIZE_BOTH_WAYS.grid(k, row_blocks * 8, config, cdiv=cdiv)
+    run(QUANTIZE_BOTH_WAYS, tensors, turned, config, grid, mutate=mutate)
+    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8), amax
+
+
+def both_ways_by_reference(x, stochastic):
+    seed = SEED if stochastic else None
+    found = ops.quantize_both_ways(x, numerics.row_amax(x), 16, seed, STREAM + 1, STREAM)
+    rows, columns = ops.quantize_rows(x, True, 0, seed, STREAM + 1), ops.quantize_rows(x.T, True, 16, seed, STREAM)
+    found, rows, columns = (
+        [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in each] for each in (found, rows, columns)
+    )
+    assert same_bytes(found[:2], rows[:2]) and same_bytes(found[2:], columns)
+    return found
+
+
+@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"), [(600, 130, torch.bfloat16), (200, 40, torch.float32), (9, 3, torch.bfloat16)]
+)
+def test_both_ways_at_once_are_the_reference_byte_for_byte(sm, stochastic, rows, k, dtype):
+    x = (torch.randn(rows, k) * torch.exp(2 * torch.randn(rows, 1))).to(dtype)
+    x[0, 0] = torch.nan
+    x[1] = 0
+    assert same_bytes(both_ways(x, sm, stochastic), both_ways_by_reference(x, stochastic))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("_encode_scales(row_amax)", "_encode_scales(row_amax * 2)"),
+        ("halves = _pieces(x)", "halves = _pieces(-x)"),
+        (
+            "ROW_SCALES.to(tl.pointer_type(tl.int16)) + place // 2",
+            "ROW_SCALES.to(tl.pointer_type(tl.int16)) + place // 4",
+        ),
+    ],
+)
+def test_faults_of_the_rows_beside_the_columns_are_caught(fault):
+    x = torch.randn(256, 64).bfloat16()
+    assert same_bytes(both_ways(x, 100, False), both_ways_by_reference(x, False))
+    assert not same_bytes(both_ways(x, 100, False, fault), both_ways_by_reference(x, False))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +210,17 @@ def test_what_they_are_compiled_to(sm):
         seed = {"SEED": SEED} if stochastic else {}
         inputs = {"X": torch.empty(4096, 1024).bfloat16(), **seed, "SCALES": scales, "AMAX": amax}
         turned.append(compiled(QUANTIZE_COLUMNS, inputs, codes, config, sm))
+        config = {
+            **configs.both_ways_quantizer_config(4096, sm, stochastic),
+            "HADAMARD": 16,
+            "STREAM": 3,
+            "ROW_STREAM": 4,
+        }
+        inputs |= {"ROW_AMAX": amax, "ROW_CODES": codes, "ROW_SCALES": scales}
+        order = ("X", "ROW_AMAX", *seed, "ROW_CODES", "ROW_SCALES", "SCALES", "AMAX")
+        turned.append(compiled(QUANTIZE_BOTH_WAYS, {name: inputs[name] for name in order}, codes, config, sm))
+        assert turned[-1].count(r"st\.global[.\w]*\.v4\.b32") == 2 * turned[-2].count(r"st\.global[.\w]*\.v4\.b32")
+        assert turned[-2].count(r"st\.global[.\w]*\.v4\.b32") and not turned[-2].count(r"st\.global[.\w]*\.b8")
         assert turned[-1].count(r"st\.global[.\w]*\.v4\.b32") and not turned[-1].count(r"st\.global[.\w]*\.b8")
     for kernel in (nearest, random, *turned, compiled(QUANTIZE_TILES, tensors, codes, config, sm)):
         assert kernel.spills == kernel.stack == 0, kernel.name

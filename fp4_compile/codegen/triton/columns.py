@@ -13,7 +13,7 @@ from fp4_compile.codegen.triton.kernel_template import KernelTemplate
 from fp4_compile.codegen.triton.ptx import HELPERS, TRAINING_HELPERS
 from fp4_compile.codegen.triton.quantize import AMAX, FINISH_AMAX, KERNEL, RANDOM_WORDS, STORE, TRANSFORM, indent
 
-_SIZES = """\
+COLUMNS = """\
     M = {{size("X", 1)}}
     K = {{size("X", 0)}}
     BLOCKS = (K + 15) // 16
@@ -31,10 +31,9 @@ _SIZES = """\
             idx_k = (step * TALL + tl.arange(0, TALL)).to(INDEX_DTYPE)[:, None]
             inside = (idx_k < K) & (idx_n < M)
             {{load_input("X", "x", ("idx_k", "idx_n"), mask="inside", indent_width=12, index_shape=("TALL", "ROWS"))}}
-            halves = _turned(x)
 """
 
-_TURNED = """
+TURNED = """
 @triton.jit
 def _turned(x):
     # [TALL, ROWS] to the columns' pieces of 32 elements in four times eight tensors [ROWS, PIECES].
@@ -48,7 +47,8 @@ def _turned(x):
 
 _SOURCE = (
     KERNEL
-    + _SIZES
+    + COLUMNS
+    + "            halves = _turned(x)\n"
     + indent(TRANSFORM, 12)
     + "            if phase == 0:\n"
     + indent(AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
@@ -60,14 +60,15 @@ _SOURCE = (
     + HELPERS
     + TRAINING_HELPERS
     + RANDOM_WORDS
-    + _TURNED
+    + TURNED
 )
 
 
-def _grid(m: Any, _: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, Any]:
+def column_grid(m: Any, _: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, Any]:
+    """Programs for ``m`` columns, padded to the 128 that swizzled scales come in."""
     return (cdiv(m, 128) * (128 // meta["ROWS"]), 1, 1)
 
 
-QUANTIZE_COLUMNS = KernelTemplate("fp4_quantize_columns", _SOURCE, _grid)
+QUANTIZE_COLUMNS = KernelTemplate("fp4_quantize_columns", _SOURCE, column_grid)
 """Inputs as those of `QUANTIZE_ROWS`, X transposed. Constants: a program has ``ROWS`` rows of the result, and takes
 ``TALL`` rows of X at a time; both are at least 32; ``SWIZZLED``, which must be true; the others as there."""

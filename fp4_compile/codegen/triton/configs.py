@@ -59,6 +59,14 @@ def column_quantizer_config(k: int, sm: int, stochastic: bool = False) -> Config
     return {"ROWS": 32, "TALL": tall, "num_warps": tall // 32, "num_stages": 1, **constants}
 
 
+def both_ways_quantizer_config(k: int, sm: int, stochastic: bool = False) -> Config:
+    """Return the configuration of `QUANTIZE_BOTH_WAYS` for columns of ``k`` elements (a hint).
+
+    As that of the columns, but whole groups of 128 rows, among which their scales are swizzled.
+    """
+    return column_quantizer_config(max(k, 128), sm, stochastic)
+
+
 def gemm_choices(m: int, n: int, k: int, sm: int, swizzled: bool) -> list[tuple[KernelTemplate, Config]]:
     """Return candidates for ``[m, k] x [n, k]`` with FP4 tensor cores; ``m`` is a hint, ``k`` the packed length.
 
