@@ -59,11 +59,20 @@ def _amax(x: Any) -> Any:
     if _hint(functools.reduce(lambda a, b: a * b, x.get_size(), 1)) == 0:
         return None
     lower = inductor().lowering.lowerings
-    magnitude = lower[aten.abs.default](inductor().lowering.to_dtype(x, torch.float32))
+    magnitude = _magnitude(x)
     finite = lower[aten.where.self](lower[aten.lt.Scalar](magnitude, float("inf")), magnitude, 0.0)
     largest = lower[aten.amax.default](finite, list(range(len(x.get_size()))), False)
     raised = lower[aten.clamp_min.default](largest, numerics.LEAST_AMAX)
     return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)
+
+
+def _magnitude(x: Any) -> Any:
+    """Of each element in FP32, rounded to x's dtype: in a fused kernel it is at hand as it was before that."""
+    lower = inductor().lowering.lowerings
+    if x.get_dtype().itemsize > 2:
+        return lower[aten.abs.default](inductor().lowering.to_dtype(x, torch.float32))
+    bits = lower[aten.bitwise_and.Scalar](lower[aten.view.dtype](x, torch.int16), 0x7FFF)
+    return inductor().lowering.to_dtype(lower[aten.view.dtype](bits, x.get_dtype()), torch.float32)
 
 
 def _quantize_rows(x: Any, swizzled: bool, hadamard: int = 0, seed: Any = None, stream: int = 0) -> Any:
@@ -102,8 +111,7 @@ def _row_amax(x: Any) -> Any:
     """`fp4_compile.numerics.row_amax`."""
     lower = inductor().lowering.lowerings
     x.realize()  # its maker stores it for the quantizer, and finds the amax on the way
-    magnitude = lower[aten.abs.default](inductor().lowering.to_dtype(x, torch.float32))
-    largest = lower[aten.amax.default](magnitude, [1], True)
+    largest = lower[aten.amax.default](_magnitude(x), [1], True)
     finite = lower[aten.where.self](lower[aten.lt.Scalar](largest, float("inf")), largest, float("nan"))
     raised = lower[aten.clamp_min.default](finite, numerics.LEAST_AMAX)
     return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)

@@ -172,6 +172,27 @@ def test_codes_are_the_references_with_the_producer_inside() -> None:
     assert torch.equal(scales.view(torch.uint8), numerics.swizzle_scales(want_scales).view(torch.uint8))
 
 
+def test_an_amax_found_in_the_producers_kernel_is_that_of_the_rounded_numbers() -> None:
+    """In registers the producer's result is in FP32."""
+
+    def cast_weight(w: Tensor) -> tuple[Tensor, ...]:
+        rounded = w.bfloat16()
+        amax = ops.amax(rounded)
+        return amax, *ops.quantize_tiles(rounded, amax)
+
+    def gradient(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        amax = ops.row_amax(x * y)
+        return amax, *ops.quantize_both_ways(x * y, amax, 16)
+
+    torch.manual_seed(5)
+    pair = tuple(torch.randn(70, 96).bfloat16() for _ in range(2))
+    for function, inputs in ((cast_weight, (torch.randn(96, 64),)), (gradient, pair)):
+        with torch.no_grad():
+            got, want = simulate(function, inputs, "sm_100"), function(*inputs)
+        for mine, reference in zip(got, want, strict=True):
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8))
+
+
 class Epilogue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
