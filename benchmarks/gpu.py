@@ -52,9 +52,14 @@ def quantize(x: Tensor, hadamard: int = 0, seed: Tensor | None = None) -> tuple[
     return result
 
 
+def both_ways(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = ops.quantize_both_ways(x, ops.row_amax(x), 16, seed, 3, 4)
+    return result
+
+
 def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
     def as_bytes(x: Tensor) -> Tensor:
-        return x.cpu().contiguous().view(torch.uint8)
+        return x.cpu().reshape(-1).view(torch.uint8)
 
     return all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(got, want, strict=True))
 
@@ -72,7 +77,8 @@ def correctness(device: str, fp4: bool) -> list[Row]:
             "quantizer, Hadamard": lambda t: quantize(t, 16),
             "quantizer, transposed": lambda t: quantize(t.t()),
             "quantizer, stochastic": lambda t: quantize(t, 16, seed.to(t.device)),
-            "quantizer, 16x16": lambda t: ops.quantize_tiles(t, ops.amax(t)),
+            "quantizer, both ways": lambda t: both_ways(torch.relu(t) * t, seed.to(t.device)),
+            "quantizer, 16x16": lambda t: ops.quantize_tiles(t, ops.amax_parts([t, t])[1]),
         }
         for name, function in quantizers.items() if fp4 else ():
             good = same(compiled(function)(x.to(device)), function(x))

@@ -35,6 +35,8 @@ from fp4_compile._torch_compat import call_cpu_kernel
 from fp4_compile.codegen import cpu, cpu_training
 
 BLOCK = numerics.NVFP4_BLOCK
+AMAX_PARTS = 256
+"""Programs of a GPU that look for one tensor's amax."""
 
 _library: Any = torch.library.Library("fp4", "DEF")  # type: ignore[no-untyped-call]
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -132,19 +134,30 @@ def _quantize_both_ways_fake(
     return codes, scales, *_quantize_rows_fake(x.mT, True)
 
 
-def _quantize_tiles(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes, scales, _ = numerics.quantize_16x16(w, amax)
+def _amax_parts(tensors: list[Tensor]) -> Tensor:
+    found = torch.stack([numerics.tensor_amax(x) for x in tensors])
+    return torch.nn.functional.pad(found[:, None], (0, AMAX_PARTS - 1))
+
+
+def _amax_parts_fake(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((len(tensors), AMAX_PARTS), dtype=torch.float32)
+
+
+def _quantize_tiles(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    largest = amax.amax()
+    largest = torch.where(largest == 0, 0.0, largest.clamp_min(numerics.LEAST_AMAX))
+    codes, scales, _ = numerics.quantize_16x16(w, largest)
     turned, turned_scales = numerics.transpose_16x16(codes, scales, w.shape[-1])
-    return codes, numerics.swizzle_scales(scales), turned, numerics.swizzle_scales(turned_scales)
+    return codes, numerics.swizzle_scales(scales), turned, numerics.swizzle_scales(turned_scales), largest
 
 
-def _quantize_tiles_fake(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantize_tiles_fake(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     results: list[Tensor] = []
     for rows, k in (w.shape, w.shape[::-1]):
         shape = numerics.swizzled_shape(rows, _padded(k) // BLOCK)
         results.append(w.new_empty((rows, _padded(k) // 2), dtype=torch.uint8))
         results.append(w.new_empty(shape, dtype=torch.float8_e4m3fn))
-    return results[0], results[1], results[2], results[3]
+    return results[0], results[1], results[2], results[3], w.new_empty((), dtype=torch.float32)
 
 
 def _swizzle_fake(scales: Tensor) -> Tensor:
@@ -262,12 +275,18 @@ quantize_both_ways = define(
 )
 """`quantize_rows` of x [M, K], whose amax is given, and of its transpose; ``hadamard`` is the transpose's."""
 
+amax_parts = define("amax_parts(Tensor[] tensors) -> Tensor", _amax_parts, _amax_parts_fake)
+"""Matrices -> fp32 [count, AMAX_PARTS], the largest of each row the `amax` of its matrix; their order is open."""
+
 quantize_tiles = define(
-    "quantize_tiles(Tensor w, Tensor amax) -> (Tensor codes, Tensor scales, Tensor turned, Tensor turned_scales)",
+    "quantize_tiles(Tensor w, Tensor amax) "
+    "-> (Tensor codes, Tensor scales, Tensor turned, Tensor turned_scales, Tensor largest)",
     _quantize_tiles,
     _quantize_tiles_fake,
 )
-"""[R, K] in tiles of 16x16, as `quantize` has them, and as `transpose` turns them; both with swizzled scales."""
+"""[R, K] in tiles of 16x16, as `quantize` has them, and as `transpose` turns them; both with swizzled scales.
+
+``amax``: of the tensor, 0-d, or parts of it [AMAX_PARTS], of which the ``largest`` counts and comes back, 0-d."""
 
 swizzle = define("swizzle(Tensor scales) -> Tensor", numerics.swizzle_scales, _swizzle_fake)
 """`numerics.swizzle_scales`."""

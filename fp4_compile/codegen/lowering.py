@@ -1,6 +1,7 @@
 """How Inductor turns the ``fp4`` operators into kernels for a GPU.
 
     fp4.amax            a reduction of Inductor's
+    fp4.amax_parts      a template
     fp4.quantize_tiles  a template
     fp4.quantize_rows   a template whose producer (pointwise) Inductor computes inside
     fp4.row_amax        a reduction of Inductor's, which it fuses into the producer
@@ -33,6 +34,7 @@ def register_lowerings() -> None:
     for op, lower in (
         (ops.amax, _amax),
         (ops.quantize_rows, _quantize_rows),
+        (ops.amax_parts, _amax_parts),
         (ops.row_amax, _row_amax),
         (ops.quantize_both_ways, _quantize_both_ways),
         (ops.quantize_tiles, _quantize_tiles),
@@ -47,7 +49,8 @@ def _register(op: Any, lower: Callable[..., Any]) -> None:
     as_it_is = lowering.fallback_handler(op, add_to_fallback_set=False)
 
     def dispatch(*args: Any) -> Any:
-        device = args[0].get_device()
+        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        device = first.get_device()
         result = lower(*args) if device.type == "cuda" else None
         return as_it_is(*args) if result is None else result
 
@@ -107,6 +110,17 @@ def _lies_by_columns(x: Any) -> bool:
     return bool(strides[0] == 1 and strides[1] != 1)
 
 
+def _amax_parts(tensors: Sequence[Any]) -> Any:
+    from fp4_compile.codegen.triton.amax import AMAX, CONFIG
+
+    inputs = [_contiguous(x) for x in tensors]
+    layout = inductor().ir.FixedLayout(inputs[0].get_device(), torch.float32, [len(inputs), ops.AMAX_PARTS])
+    choices: list[Any] = []
+    _append(choices, AMAX, {"COUNT": len(inputs), **CONFIG}, inputs, layout)
+    [choice] = choices
+    return choice.output_node()
+
+
 def _row_amax(x: Any) -> Any:
     """`fp4_compile.numerics.row_amax`."""
     lower = inductor().lowering.lowerings
@@ -150,9 +164,12 @@ def _quantize_tiles(w: Any, amax: Any) -> Any:
         _empty_scales(rows, blocks, device, True),
         _empty((k, row_blocks * (BLOCK // 2)), torch.uint8, device),
         _empty_scales(k, row_blocks, device, True),
+        _empty((1,), torch.float32, device),
     ]
-    config = {"num_warps": 4, "num_stages": 1, **hardware(_sm(device))}
-    return _quantizer(QUANTIZE_TILES, config, [w, _realized(amax)], written, (rows, blocks), k)
+    parts = amax.get_size()[0] if amax.get_size() else 1
+    config = {"PARTS": int(parts), "num_warps": 4, "num_stages": 1, **hardware(_sm(device))}
+    *results, largest = _quantizer(QUANTIZE_TILES, config, [w, _realized(amax)], written, (rows, blocks), k)
+    return (*results, inductor().lowering.view(largest, []))
 
 
 def _quantizer(

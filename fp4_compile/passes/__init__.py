@@ -15,6 +15,7 @@ from fp4_compile.passes.both_ways import both_ways
 from fp4_compile.passes.cleanup import cleanup
 from fp4_compile.passes.context import Context, Matmul
 from fp4_compile.passes.find_matmuls import find_matmuls
+from fp4_compile.passes.group_amaxes import group_amaxes
 from fp4_compile.passes.observe import observe
 from fp4_compile.passes.rewrite import rewrite
 from fp4_compile.passes.rewrite_backward import rewrite_backward
@@ -32,6 +33,7 @@ PIPELINE: tuple[Pass, ...] = (
     share,
     tensor_cores,
     both_ways,
+    group_amaxes,
     cleanup,
     observe,
     verify,

@@ -9,6 +9,7 @@ from kernels import cdiv, compiled, run, same_bytes
 from fp4_compile import numerics, ops
 from fp4_compile.codegen.cpu_training import random_bytes
 from fp4_compile.codegen.triton import configs
+from fp4_compile.codegen.triton.amax import AMAX, CONFIG
 from fp4_compile.codegen.triton.both_ways import QUANTIZE_BOTH_WAYS
 from fp4_compile.codegen.triton.columns import QUANTIZE_COLUMNS
 from fp4_compile.codegen.triton.quantize import QUANTIZE_ROWS
@@ -140,8 +141,10 @@ def test_faults_of_the_random_bits_are_caught(fault):
     assert not same_bytes(quantized(x, 100, 0, True, mutate=fault), reference(x, 0, True))
 
 
-def tiles(w, sm, mutate=None):
+def tiles(w, sm, mutate=None, parts=1):
     rows, k = w.shape
+    amax, largest = numerics.tensor_amax(w) * torch.rand(parts), torch.tensor(-1.0)
+    amax[parts // 2] = numerics.tensor_amax(w)
     blocks, row_blocks = cdiv(k, 16), cdiv(rows, 16)
     scales, turned_scales = (
         torch.full(numerics.swizzled_shape(*shape), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -150,20 +153,34 @@ def tiles(w, sm, mutate=None):
     codes, turned = (torch.full(s, 99, dtype=torch.uint8) for s in ((rows, blocks * 8), (k, row_blocks * 8)))
     tensors = {
         "X": w,
-        "AMAX": numerics.tensor_amax(w),
+        "AMAX": amax,
         "SCALES": scales,
         "TURNED": turned,
         "TURNED_SCALES": turned_scales,
+        "LARGEST": largest,
     }
-    config = {"num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
+    config = {"PARTS": amax.numel(), "num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
     grid = QUANTIZE_TILES.grid(rows, blocks * 8, config, cdiv=cdiv)
     run(QUANTIZE_TILES, tensors, codes, config, grid, mutate=mutate)
-    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8)
+    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8), largest
 
 
 def tiles_by_reference(w):
-    codes, scales, turned, turned_scales = ops.quantize_tiles(w, numerics.tensor_amax(w))
-    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8)
+    codes, scales, turned, turned_scales, largest = ops.quantize_tiles(w, numerics.tensor_amax(w))
+    return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8), largest
+
+
+@pytest.mark.parametrize(
+    "fault", [None, ("BLOCK - 1) // BLOCK", "BLOCK - 1) // BLOCK - 1"), ('float("inf"), x, 0.0', "0.1, x, 0.0")]
+)
+def test_amaxes_of_many_tensors(fault):
+    tensors = [torch.randn(3, 5), torch.randn(200, 300).bfloat16(), torch.zeros(64, 64), torch.randn(1, 8192).half()]
+    tensors[0][1, 1], tensors[1][7, 9], tensors[1][0, 0] = torch.inf, torch.nan, 50.0
+    config, found = {"COUNT": len(tensors), **CONFIG}, torch.full((len(tensors), ops.AMAX_PARTS), -1.0)
+    named = {f"X{i}": x for i, x in enumerate(tensors)}
+    run(AMAX, named, found, config, AMAX.grid(len(tensors), ops.AMAX_PARTS, config, cdiv=cdiv), mutate=fault)
+    assert torch.equal(found.amax(1), ops.amax_parts(tensors).amax(1)) == (fault is None)
+    assert torch.equal(ops.amax_parts(tensors).amax(1), torch.stack([numerics.tensor_amax(x) for x in tensors]))
 
 
 @pytest.mark.parametrize("sm", [100, 120])
@@ -175,6 +192,7 @@ def test_tiles_and_their_transposes_are_the_reference_byte_for_byte(sm, rows, k,
     w[0, 0] = torch.nan
     w[: rows // 3, k // 2 :] = 0
     assert same_bytes(tiles(w, sm), tiles_by_reference(w))
+    assert same_bytes(tiles(w, sm, parts=256), tiles_by_reference(w))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +220,10 @@ def test_what_they_are_compiled_to(sm):
     tensors = {"X": x, "SEED": SEED, "SCALES": scales, "AMAX": amax}
     random = compiled(QUANTIZE_ROWS, tensors, codes, config, sm)
     assert bool(random.count(r"cvt\.rs\.satfinite\.e2m1x4")) == (sm < 120)
-    config = {"num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
-    tensors = {"X": x, "AMAX": amax, "SCALES": scales, "TURNED": codes, "TURNED_SCALES": scales}
+    config = {"COUNT": 2, **CONFIG}
+    amaxes = compiled(AMAX, {"X0": x, "X1": x.T.contiguous()}, torch.empty(2, 256), config, sm)
+    tile_config = {"PARTS": 256, "num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
+    tensors = {"X": x, "AMAX": amax, "SCALES": scales, "TURNED": codes, "TURNED_SCALES": scales, "LARGEST": amax}
     turned = []
     for stochastic in (False, True):
         config = {**configs.column_quantizer_config(4096, sm, stochastic), "HADAMARD": 16, "STREAM": 3}
@@ -222,7 +242,7 @@ def test_what_they_are_compiled_to(sm):
         assert turned[-1].count(r"st\.global[.\w]*\.v4\.b32") == 2 * turned[-2].count(r"st\.global[.\w]*\.v4\.b32")
         assert turned[-2].count(r"st\.global[.\w]*\.v4\.b32") and not turned[-2].count(r"st\.global[.\w]*\.b8")
         assert turned[-1].count(r"st\.global[.\w]*\.v4\.b32") and not turned[-1].count(r"st\.global[.\w]*\.b8")
-    for kernel in (nearest, random, *turned, compiled(QUANTIZE_TILES, tensors, codes, config, sm)):
+    for kernel in (nearest, random, amaxes, *turned, compiled(QUANTIZE_TILES, tensors, codes, tile_config, sm)):
         assert kernel.spills == kernel.stack == 0, kernel.name
         assert kernel.count(r"ld\.global[.\w]*\.v4\.b32"), kernel.name
         assert not kernel.count(r"ld\.global[.\w]*\.b16"), kernel.name

@@ -15,7 +15,7 @@ SIDE = 64
 """Rows and columns of a program."""
 
 _SOURCE = """\
-{{def_kernel("X", "AMAX", "SCALES", "TURNED", "TURNED_SCALES")}}
+{{def_kernel("X", "AMAX", "SCALES", "TURNED", "TURNED_SCALES", "LARGEST")}}
     M = {{size("X", 0)}}
     K = {{size("X", 1)}}
     ROW_BLOCKS = (M + 15) // 16
@@ -28,7 +28,10 @@ _SOURCE = """\
     inside = (idx_m < M) & (idx_n < K)
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="inside", indent_width=4, index_shape=("64", "64"))}}
     x = x.to(tl.float32)
-    factor, decode, keep = _encode_scales(tl.load(AMAX))
+    amax = tl.max(tl.load(AMAX + tl.arange(0, PARTS)), 0)
+    amax = tl.where(amax == 0.0, 0.0, tl.maximum(amax, 7.899322037525772e-36))
+    tl.store(LARGEST, amax, mask=tl.program_id(0) == 0)
+    factor, decode, keep = _encode_scales(amax)
     columns = tl.reduce(tl.abs(x).reshape(4, 16, 64), 1, _maximum)
     most = tl.reduce(columns.reshape(4, 4, 16), 2, _maximum)
     pair, scale, _ = _to_e4m3(most * factor, most * factor)
@@ -72,5 +75,6 @@ def _grid(m: Any, packed: Any, _: dict[str, Any], *, cdiv: Any) -> tuple[Any, An
 
 
 QUANTIZE_TILES = KernelTemplate("fp4_quantize_tiles", _SOURCE + TILE_HELPERS, _grid)
-"""Inputs X ``[M, K]``, AMAX (0-d), and written: SCALES, TURNED u8 ``[K, ceil(M/16) * 8]``, TURNED_SCALES. Output: codes
-``[M, ceil(K/16) * 8]``. Constants: those of `ptx`."""
+"""Inputs X ``[M, K]``, AMAX ``[PARTS]``, the largest of which counts, and written: SCALES, TURNED u8
+``[K, ceil(M/16) * 8]``, TURNED_SCALES, LARGEST (0-d). Output: codes ``[M, ceil(K/16) * 8]``. Constants: ``PARTS`` and
+those of `ptx`."""
