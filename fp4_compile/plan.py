@@ -58,6 +58,7 @@ class Reason(enum.Enum):
     VOCABULARY = "vocabulary or scores"
     FEW_OUTPUTS = "few outputs"
     SHORT_CONTRACTION = "short contraction"
+    FEW_TOKENS = "few tokens"
     PADDING = "padding"
     DYNAMIC_CONTRACTION = "dynamic contraction"
     DTYPE = "dtype"
@@ -71,6 +72,7 @@ class Reason(enum.Enum):
 ADVICE = {
     Reason.FEW_OUTPUTS: "layers with few outputs gain nothing in FP4: leave them, or merge parallel ones into one",
     Reason.SHORT_CONTRACTION: "widen the layer's input: FP4 needs K >= 32 to pay for its scales",
+    Reason.FEW_TOKENS: "wgrad sums over the tokens of a step, and they are few: give it more",
     Reason.PADDING: "make the layer's input width a multiple of 16",
     Reason.DYNAMIC_CONTRACTION: "make the contraction static: do not mark that dimension dynamic",
     Reason.DTYPE: "run the model in bfloat16, float16 or float32",

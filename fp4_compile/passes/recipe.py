@@ -118,7 +118,7 @@ def unwise(matmul: Matmul) -> tuple[Reason, str] | None:
     if site.role is Role.DGRAD:
         return small(site)
     if isinstance(site.k, sympy.Integer) and site.k < MIN_CONTRACTION:
-        return Reason.SHORT_CONTRACTION, f"{site.k} tokens < {MIN_CONTRACTION}"
+        return Reason.FEW_TOKENS, f"{site.k} tokens < {MIN_CONTRACTION}"
     return None
 
 

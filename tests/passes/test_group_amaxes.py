@@ -37,7 +37,9 @@ def count(gm, op):
 class Golden(expecttest.TestCase):
     def test_two_weights(self):
         gm = grouped(lambda a, b: (*tiles(a), *tiles(b)), torch.randn(32, 48), torch.randn(16, 32))
-        self.assertExpectedInline(canonical_graph(gm), """\
+        self.assertExpectedInline(
+            canonical_graph(gm),
+            """\
 %0 = input: f32[32, 48]
 %1 = input: f32[16, 32]
 %2 = fp4.amax_parts([%0, %1]): f32[2, 256]
@@ -58,7 +60,8 @@ class Golden(expecttest.TestCase):
 %17 = %12.3: e4m3[128, 4]
 %18 = %12.4: f32[]
 return (%6, %7, %8, %9, %5, %14, %15, %16, %17, %13)
-""")
+""",
+        )
 
 
 def test_the_results_are_the_same():

@@ -297,6 +297,13 @@ def test_in_training_each_product_has_to_pay() -> None:
     assert all(d.precision is Precision.NVFP4 for d in pinned if d.site.module == "0")
 
 
+def test_few_tokens_are_no_narrow_layer() -> None:
+    plan = fp4_compile.explain(nn.Linear(64, 64), torch.randn(16, 64, requires_grad=True)).plan
+    [wgrad] = [d for d in plan if d.site.role is Role.WGRAD]
+    assert (wgrad.precision, wgrad.reason, wgrad.detail) == (Precision.BF16, Reason.FEW_TOKENS, "16 tokens < 32")
+    assert any("tokens of a step" in line for line in plan.advice())
+
+
 def test_dynamic_rows_are_decided_by_guards() -> None:
     """Few rows and many get a graph each, with its own decision, and no more than that."""
     layer = nn.Linear(4096, 4096, bias=False).bfloat16()
