@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from fp4_compile._torch_compat import (
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.pipeline import Pipeline
-from fp4_compile.plan import Plan, merge
+from fp4_compile.plan import Plan, Role, merge
 from fp4_compile.recorder import FolderRecorder, Recorder
 
 
@@ -56,6 +57,15 @@ class Explanation:
         """How often Dynamo had to leave the model's code."""
         return sum(self.graph_breaks.values())
 
+    @property
+    def convolution_count(self) -> int:
+        """Convolutions of the forward that are no matmuls, since their windows are wider than one: not in the plan."""
+        return sum(
+            len(re.findall(r"= convolution\(", graph.stages["aten"]))
+            - sum(d.site.op == "conv" and d.site.role is Role.FPROP for d in graph.plan)
+            for graph in self.graphs
+        )
+
     def advice(self) -> tuple[str, ...]:
         """What to change to get more into FP4, most matmuls first."""
         lines = list(self.plan.advice())
@@ -67,6 +77,9 @@ class Explanation:
         """The table, the graph count, and the advice."""
         breaks = f"{self.graph_break_count} graph break{'s' * (self.graph_break_count != 1)}"
         lines = [self.plan.render(width), f"{self.graph_count} graph{'s' * (self.graph_count != 1)}, {breaks}"]
+        if self.convolution_count:
+            wider = f"{self.convolution_count} convolution{'s' * (self.convolution_count > 1)}"
+            lines.append(f"beside them {wider} with windows wider than one, as in the model")
         lines += [_wrap(f"  break: {reason.splitlines()[0]}", width) for reason in self.graph_breaks]
         advice = self.advice()
         if advice:

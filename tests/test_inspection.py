@@ -201,3 +201,16 @@ def test_explaining_often_takes_nothing_from_the_model():
             assert len(fp4_compile.explain(model, x).plan) == 2
         compiled = torch.compile(model, backend="nvfp4", fullgraph=True)
         assert not torch.equal(compiled(x), model(x))
+
+
+def test_convolutions_that_are_no_matmuls_are_counted() -> None:
+    """Else a network of them would look as if all of it ran in NVFP4."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 1), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(1024, 64)
+    )
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            found = fp4_compile.explain(model, torch.randn(2, 3, 8, 8))
+        assert found.convolution_count == 2
+        assert "beside them 2 convolutions with windows wider than one" in str(found)
+    assert "convolutions" not in str(fp4_compile.explain(nn.Linear(64, 64), torch.randn(4, 64)))
