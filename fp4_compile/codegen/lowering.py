@@ -286,7 +286,9 @@ def _product(
     m, n, k = sizes
     device = inputs[0].get_device()
     # A bias is added before the one rounding: the template hands it FP32, which Inductor keeps in registers.
-    layout = parts.ir.FixedLayout(device, out_dtype if bias is None else torch.float32, [m, n])
+    split = wanted[0][1].get("SPLIT_K", 1)
+    rounds = bias is None and split == 1
+    layout = parts.ir.FixedLayout(device, out_dtype if rounds else torch.float32, [m * split, n])
     if not (parts.config.max_autotune or parts.config.max_autotune_gemm):
         wanted = wanted[:1]
     choices: list[Any] = []
@@ -296,8 +298,12 @@ def _product(
     result = selected[0] if isinstance(selected, tuple) else selected
     flops = 2 * _hint(m) * _hint(n) * _hint(k)
     result.data.data.annotations.update(fp4_flops={precision: flops}, fp4_gemm=(_hint(m), _hint(n), _hint(k)))
+    if split > 1:
+        result.data.data.annotations["fp4_split"] = split
+        result = parts.lowering.lowerings[aten.sum.dim_IntList](parts.lowering.view(result, [split, m, n]), [0])
     if bias is not None:
         result = parts.lowering.add(result, parts.lowering.to_dtype(bias, torch.float32))
+    if not rounds:
         result = parts.lowering.to_dtype(result, out_dtype)
         result.realize()
     return result

@@ -41,6 +41,8 @@ class Launch:
     """Rows and columns of the tensor that it quantizes."""
     product: tuple[int, int, int, int] | None = None
     """Sizes batch, M, N, K of a library's matrix product."""
+    split: int = 1
+    """Parts of K that are summed apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,7 @@ def _scheduled(scheduler: Any) -> list[Launch]:
                 notes.get("fp4_flops", {}),
                 notes.get("fp4_gemm"),
                 notes.get("fp4_quantizes"),
+                split=notes.get("fp4_split", 1),
             )
         )
     return found

@@ -54,7 +54,7 @@ def _why(launch: Launch, device: Device, bound: str, work: float) -> str:
         return f"{launch.bytes / 1e6:.4g} MB at {share:.0%} of the memory's peak, what published kernels reach"
     fp4 = launch.gemm is not None and device.nvfp4_flops is not None
     share = (device.nvfp4_fraction if fp4 else None) or device.bf16_fraction
-    sizes = (1, *launch.gemm) if launch.gemm is not None else launch.product
+    sizes = (launch.split, *launch.gemm) if launch.gemm is not None else launch.product
     rate = f"{share:.0%} of the peak rate, what published kernels reach"
     if sizes is None:
         return rate
@@ -69,7 +69,8 @@ def _why(launch: Launch, device: Device, bound: str, work: float) -> str:
 def _compute(launch: Launch, device: Device) -> float:
     """Seconds of the tensor cores, without those of starting the launch."""
     if launch.gemm is not None:
-        return float(nvfp4_seconds(device, 1, *launch.gemm)) - device.launch
+        m, n, k = launch.gemm
+        return float(nvfp4_seconds(device, launch.split, m, n, -(-k // launch.split))) - device.launch
     if launch.product is not None:
         return float(bf16_seconds(device, *launch.product)) - device.launch
     return sum(launch.flops.values()) / (device.bf16_flops * device.bf16_fraction)

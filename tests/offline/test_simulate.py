@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from test_compile_for import gpu_state
 from torch import Tensor, nn
 
+import fp4_compile
 from fp4_compile import numerics, ops
 from fp4_compile.errors import DeviceError, SimulationError
 from fp4_compile.offline import machine
@@ -200,6 +201,23 @@ class Epilogue(nn.Module):
 
     def forward(self, x: Tensor, rest: Tensor) -> Tensor:
         return rest + F.gelu(self.layer(x))
+
+
+def test_a_token_at_a_time() -> None:
+    """K is split, and the kernel that adds the parts has the epilogue."""
+    torch.manual_seed(6)
+    layer, x = nn.Linear(2048, 256).bfloat16(), torch.randn(3, 2048).bfloat16()
+
+    def model(x: Tensor) -> Tensor:
+        return F.gelu(layer(x))
+
+    with torch.no_grad():
+        program = fp4_compile.compile_for(model, x, "sm_100", options=EVERYTHING)
+        [launch] = [each for p in program.programs for each in p.launches if each.gemm]
+        assert launch.split > 1
+        assert len(program.summary.each_call.kernels) == 3  # quantizer, product, sum
+        got, want = (run(model, x, "sm_100", EVERYTHING) for run in (simulate, by_reference))
+    assert difference(got, want) < 0.004
 
 
 def decoded(x: Tensor) -> Tensor:

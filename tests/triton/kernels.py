@@ -68,7 +68,7 @@ def same_bytes(got, want):
     return all(torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0)) for a, b in zip(got, want, strict=True))
 
 
-def scaled_mm(m, n, k, sm, rows=True, mutate=None, epilogue=None, extra=(), dtype=torch.float32):
+def scaled_mm(m, n, k, sm, rows=True, mutate=None, epilogue=None, extra=(), dtype=torch.float32, split=1):
     """The kernel's product of random operands, and the product of their decoded values in float64."""
     a, b = torch.randn(m, k).bfloat16(), (torch.randn(n, k) * (0.1 + torch.rand(n, 1))).bfloat16()
     tensors, decoded = {}, []
@@ -77,12 +77,11 @@ def scaled_mm(m, n, k, sm, rows=True, mutate=None, epilogue=None, extra=(), dtyp
         tensors |= {name: codes, f"S{name}": numerics.swizzle_scales(scales), f"AMAX_{name}": amax}
         decoded.append(numerics.decode_unscaled(codes, scales, torch.float32).double() * amax.double() / (6 * 448))
     template, config = configs.gemm_choices(m, n, tensors["A"].shape[1] * 2, sm, True)[0]
-    config = {**config, "A_ROWS": rows, "B_ROWS": rows}
-    grid = template.grid(m, n, config, cdiv=cdiv, min=min)
-    out = run(
-        template, tensors, torch.full((m, n), 7.0, dtype=dtype), config, grid, extra, mutate=mutate, epilogue=epilogue
-    )
-    return out, decoded[0] @ decoded[1].T
+    config = {**config, "A_ROWS": rows, "B_ROWS": rows, "SPLIT_K": split}
+    grid = template.grid(m * split, n, config, cdiv=cdiv, min=min)
+    out = torch.full((m * split, n), 7.0, dtype=dtype)
+    run(template, tensors, out, config, grid, extra, mutate=mutate, epilogue=epilogue)
+    return out.view(split, m, n).sum(0), decoded[0] @ decoded[1].T
 
 
 def weight_mm(m, n, k, sm, mutate=None):

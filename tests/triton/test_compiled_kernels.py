@@ -73,7 +73,7 @@ def gemm(sm, m, n, k, choice):
     kernel = compiled(
         template,
         tensors,
-        empty(m, n, dtype=torch.float32),
+        empty(m * config["SPLIT_K"], n, dtype=torch.float32),
         {**config, "A_ROWS": True, "B_ROWS": True},
         sm,
     )
@@ -94,6 +94,22 @@ def test_products_feed_mma_sync_with_fp4(sm):
     for choice in configs.gemm_choices(4096, 4096, 4096, sm, True):
         found = gemm(sm, 4096, 4096, 4096, choice)
         assert found["mma.sync mxf4nvf4"] and "mma.sync" not in found
+
+
+@pytest.mark.parametrize("sm", [100, 103, 120, 121])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1024, 4096), (384, 384, 4096)])
+def test_few_tiles_share_the_contraction(sm, m, n, k):
+    """A token at a time, and a narrow layer's weight gradient: each candidate splits K, and is otherwise the same."""
+    for template, config in configs.gemm_choices(m, n, k, sm, True):
+        assert config["SPLIT_K"] > 1
+        found = gemm(sm, m, n, k, (template, config))
+        assert found["mma.sync mxf4nvf4" if sm >= 120 else "tcgen05.mma mxf4nvf4"]
+        assert sm >= 120 or found["tcgen05.cp"]
+
+
+def test_many_tiles_do_not():
+    for sm in (100, 103, 120, 121):
+        assert {c["SPLIT_K"] for _, c in configs.gemm_choices(4096, 4096, 4096, sm, True)} == {1}
 
 
 @pytest.mark.parametrize("sm", [80, 90])

@@ -75,6 +75,13 @@ def test_products_are_exact_but_for_the_order_of_their_sums(size, sm, rows):
     assert error(*scaled_mm(*size, sm, rows)) < 1e-6
 
 
+@pytest.mark.parametrize(("size", "split"), [((3, 136, 1024), 4), ((200, 300, 352), 2), ((1, 128, 1056), 8)])
+@pytest.mark.parametrize("sm", [100, 120])
+def test_parts_of_the_contraction_add_up(size, split, sm):
+    """Also where the last parts lie behind the end."""
+    assert error(*scaled_mm(*size, sm, split=split)) < 2e-6
+
+
 def test_an_epilogue_is_computed_on_the_accumulator():
     residual = torch.randn(200, 300).bfloat16()
     text = "value = value * tl.sigmoid(value) + tl.load(RESIDUAL + {0} * 300 + {1}, mask=inside).to(tl.float32)"

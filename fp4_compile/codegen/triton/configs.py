@@ -70,13 +70,20 @@ def both_ways_quantizer_config(k: int, sm: int, stochastic: bool = False) -> Con
 def gemm_choices(m: int, n: int, k: int, sm: int, swizzled: bool) -> list[tuple[KernelTemplate, Config]]:
     """Return candidates for ``[m, k] x [n, k]`` with FP4 tensor cores; ``m`` is a hint, ``k`` the packed length.
 
-    The caller adds ``A_ROWS`` and ``B_ROWS``.
+    The caller adds ``A_ROWS`` and ``B_ROWS``. All have one ``SPLIT_K``: few rows, or a weight's gradient in a narrow
+    layer, make so few tiles that most multiprocessors would have nothing to do and little of the memory's bandwidth
+    be used.
     """
     tiles = _TILES_100 if sm in (100, 103, 110) else _TILES_120
     sms = device(f"sm_{sm}").sms
     candidates = [{**dict(zip(_FIELDS, tile, strict=True)), "GROUP_M": 8, "PROGRAMS": sms} for tile in tiles]
-    candidates.sort(key=lambda c: gemm_time(m, n, k, sm, c))
-    return [(SCALED_MM, candidate) for candidate in candidates]
+    splits = [s for s in (1, 2, 4, 8, 16) if s == 1 or k >= s * _LEAST_PART]
+    seconds = {s: min(gemm_time(m, n, k, sm, c, s) for c in candidates) for s in splits}
+    split = min(splits, key=seconds.__getitem__)
+    if seconds[split] > _CLEAR_GAIN * seconds[1]:
+        split = 1
+    candidates.sort(key=lambda c: gemm_time(m, n, k, sm, c, split))
+    return [(SCALED_MM, {**candidate, "SPLIT_K": split}) for candidate in candidates]
 
 
 def weight_gemm_choices(m: int, n: int, k: int, sm: int) -> list[tuple[KernelTemplate, Config]]:
@@ -92,9 +99,16 @@ def weight_gemm_choices(m: int, n: int, k: int, sm: int) -> list[tuple[KernelTem
     return [(WEIGHT_MM, candidate) for candidate in candidates]
 
 
-def gemm_time(m: int, n: int, k: int, sm: int, config: Config) -> float:
-    """Predict seconds of a `SCALED_MM`: waves of output tiles at the MMA's rate, or the operands' way from memory."""
+def gemm_time(m: int, n: int, k: int, sm: int, config: Config, split: int = 1) -> float:
+    """Predict seconds of a `SCALED_MM`: waves of output tiles at the MMA's rate, or the operands' way from memory.
+
+    If K is ``split``, also those of the kernel that adds the parts.
+    """
     target = device(f"sm_{sm}")
+    if split > 1:
+        traffic = m * n * (2 * 4 * split + 2)
+        adding = target.launch + traffic / (target.memory * target.bf16_memory_fraction)
+        return gemm_time(m, n * split, k // split, sm, config) + adding
     tiles = -(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"])
     waves = -(-tiles // target.sms)
     peak = (target.nvfp4_flops or target.bf16_flops) * (target.nvfp4_fraction or target.bf16_fraction)
@@ -104,6 +118,11 @@ def gemm_time(m: int, n: int, k: int, sm: int, config: Config) -> float:
     share = min(tiles, target.sms) / target.sms
     return float(max(compute, 0.5625 * k * (m + n) / (target.memory * target.nvfp4_memory_fraction * share)))
 
+
+_CLEAR_GAIN = 0.7
+"""K is split for no less: a multiprocessor among idle ones reads more than its share of the bandwidth."""
+_LEAST_PART = 512
+"""Elements of K below which a part has too few steps for its loads to overlap."""
 
 # 4847 TFLOP/s with the epilogue behind the next tile's MMAs, 3842 without: Triton's Gluon tutorial 11, 8192x8192x8192.
 _NO_OVERLAP = 1.26

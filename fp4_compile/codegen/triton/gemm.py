@@ -33,14 +33,27 @@ _TMA = """\
     sb_desc = tl.make_tensor_descriptor(
         SB, [1, tiles_n, tiles_k, 2, 256], [tiles_n * tiles_k * 512, tiles_k * 512, 512, 256, 1],
         [1, REP_N, REP_K, 2, 256])
+{% if SPLIT_K > 1 %}
+    steps = tl.cdiv(tl.cdiv(KP, BLOCK_K // 2), SPLIT_K)
+    for work in tl.range(tl.program_id(0), grid_m * grid_n * SPLIT_K, PROGRAMS, warp_specialize=WARP_SPECIALIZE):
+        # Each of SPLIT_K programs sums a part of K, and what reads the parts adds them.
+        split = work // (grid_m * grid_n)
+        tile = work % (grid_m * grid_n)
+{% else %}
     for tile in tl.range(tl.program_id(0), grid_m * grid_n, PROGRAMS, warp_specialize=WARP_SPECIALIZE):
+{% endif %}
         # Tiles of GROUP_M rows are walked column by column, so that B is read from L2.
         group = tile // (GROUP_M * grid_n)
         group_m = min(grid_m - group * GROUP_M, GROUP_M)
         tile_m = group * GROUP_M + tile % (GROUP_M * grid_n) % group_m
         tile_n = tile % (GROUP_M * grid_n) // group_m
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+{% if SPLIT_K > 1 %}
+        for step in tl.range(0, steps, num_stages=STAGES):
+            k = split * steps + step  # behind the end of K there are zeros
+{% else %}
         for k in tl.range(0, tl.cdiv(KP, BLOCK_K // 2), num_stages=STAGES):
+{% endif %}
             a = a_desc.load([tile_m * BLOCK_M, k * (BLOCK_K // 2)])
             b = b_desc.load([tile_n * BLOCK_N, k * (BLOCK_K // 2)])
             sa = sa_desc.load([0, tile_m * REP_M, k * REP_K, 0, 0])
@@ -66,9 +79,15 @@ _EPILOGUE = """\
             amax_b = tl.load(AMAX_B)
             {% endif %}
             out = parts[part] * (amax_a * amax_b * 1.3840171675383317e-07)
+{% if SPLIT_K > 1 %}
+            idx_m = (split.to(INDEX_DTYPE) * M + rows)[:, None]
+            idx_n = cols[None, :]
+            inside = (rows < M)[:, None] & (idx_n < N)
+{% else %}
             idx_m = rows[:, None]
             idx_n = cols[None, :]
             inside = (idx_m < M) & (idx_n < N)
+{% endif %}
             {{store_output(("idx_m", "idx_n"), "out", "inside", indent_width=12,
                            val_shape=("BLOCK_M", "BLOCK_N // SUBTILES"))}}
 """
@@ -88,9 +107,13 @@ def _split_columns(acc, PARTS: tl.constexpr):
 
 
 def _persistent_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, Any, Any]:
-    return (min(meta["PROGRAMS"], cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])), 1, 1)
+    splits = meta["SPLIT_K"]
+    tiles = cdiv(m if splits == 1 else m // splits, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
+    return (min(meta["PROGRAMS"], tiles * splits), 1, 1)
 
 
 SCALED_MM = KernelTemplate("fp4_scaled_mm", _TMA + _EPILOGUE + _SPLIT, _persistent_grid)
 """Persistent, operands by TMA. Constants: ``BLOCK_M``, ``BLOCK_N`` (multiples of 128), ``BLOCK_K``, ``STAGES``,
-``GROUP_M``, ``SUBTILES``, ``PROGRAMS`` (the device's SMs), ``WARP_SPECIALIZE``, ``A_ROWS``, ``B_ROWS``."""
+``GROUP_M``, ``SUBTILES``, ``PROGRAMS`` (the device's SMs), ``WARP_SPECIALIZE``, ``A_ROWS``, ``B_ROWS``, ``SPLIT_K``.
+
+With ``SPLIT_K`` above 1 the output ``[SPLIT_K * M, N]`` has the sums over so many parts of K, for its reader to add."""
