@@ -18,7 +18,10 @@ class FrontPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The predictions of a planned model. Times are of its forward matmuls with their quantizers, per call."""
+    """The predictions of a planned model. Times are of its matmuls with their quantizers, per call.
+
+    They are the forward's, and where a training step is compiled with a target the backward's too.
+    """
 
     depth: str
     unit: str
