@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,8 +20,10 @@ from fp4_compile._torch_compat import (
 )
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
+from fp4_compile.passes.find_matmuls import is_linear_convolution
+from fp4_compile.passes.graph import aten, is_backward
 from fp4_compile.pipeline import Pipeline
-from fp4_compile.plan import Plan, Role, merge
+from fp4_compile.plan import Plan, merge
 from fp4_compile.recorder import FolderRecorder, Recorder
 
 
@@ -32,6 +33,8 @@ class GraphReport:
 
     plan: Plan
     stages: Mapping[str, str]
+    convolutions: int
+    """Those of the forward that are no matmuls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +63,7 @@ class Explanation:
     @property
     def convolution_count(self) -> int:
         """Convolutions of the forward that are no matmuls, since their windows are wider than one: not in the plan."""
-        return sum(
-            len(re.findall(r"= convolution\(", graph.stages["aten"]))
-            - sum(d.site.op == "conv" and d.site.role is Role.FPROP for d in graph.plan)
-            for graph in self.graphs
-        )
+        return sum(graph.convolutions for graph in self.graphs)
 
     def advice(self) -> tuple[str, ...]:
         """What to change to get more into FP4, most matmuls first."""
@@ -119,7 +118,8 @@ def explain(
         raise
     breaks = graph_breaks() - before
     reports = tuple(
-        GraphReport(pipeline.context.plan, dict(recorder.stages)) for pipeline, recorder in planner.compiled
+        GraphReport(pipeline.context.plan, dict(recorder.stages), sum(convolutions))
+        for pipeline, recorder, convolutions in planner.compiled
     )
     return Explanation(reports, dict(breaks))
 
@@ -129,23 +129,24 @@ class _Planner:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.compiled: list[tuple[Pipeline, Recorder]] = []
+        self.compiled: list[tuple[Pipeline, Recorder, list[int]]] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         recorder = FolderRecorder(self._options.dump) if self._options.dump else Recorder()
         recorder.graph("captured", gm)
         pipeline = Pipeline(self._options, example_inputs, recorder)
-        self.compiled.append((pipeline, recorder))
+        convolutions: list[int] = []
+        self.compiled.append((pipeline, recorder, convolutions))
 
         def run_as_it_is(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             return make_boxed_func(graph.forward)
 
         def plan_inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            _run_over_regions(pipeline, graph)
+            convolutions.append(_run_over_regions(pipeline, graph))
             return run_as_it_is(graph, inputs)
 
         def plan_training(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            _run_over_regions(pipeline, joint)
+            convolutions.append(_run_over_regions(pipeline, joint))
             return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
         backend = aot_autograd(
@@ -163,14 +164,23 @@ class _Planner:
             pipeline.context.weights = {}
 
 
-def _run_over_regions(pipeline: Pipeline, graph: fx.GraphModule) -> None:
-    """The pipeline over a graph and, as Inductor has it, over the regions and branches inside."""
+def _run_over_regions(pipeline: Pipeline, graph: fx.GraphModule) -> int:
+    """The pipeline over a graph and, as Inductor has it, over the regions and branches inside.
+
+    Returns:
+        How many convolutions of the forward are no matmuls.
+    """
+    found = sum(
+        not (is_linear_convolution(node) or is_backward(node))
+        for node in graph.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    )
     for node in graph.graph.find_nodes(op="get_attr"):
         inner = getattr(graph, str(node.target), None)
         if isinstance(inner, fx.GraphModule):
-            _run_over_regions(pipeline, inner)
+            found += _run_over_regions(pipeline, inner)
     pipeline(graph.graph)
     graph.recompile()
+    return found
 
 
 def _wrap(text: str, width: int) -> str:

@@ -22,11 +22,8 @@ from fp4_compile._torch_compat import (
 )
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
-from fp4_compile.passes import PIPELINE, Context
-from fp4_compile.passes.both_ways import both_ways
+from fp4_compile.passes import FOR_GPUS, PIPELINE, Context
 from fp4_compile.passes.context import ParallelGroup
-from fp4_compile.passes.group_amaxes import group_amaxes
-from fp4_compile.passes.tensor_cores import tensor_cores
 from fp4_compile.planner.pins import parse_pins, require_known
 from fp4_compile.recorder import Recorder
 
@@ -59,7 +56,7 @@ class Pipeline(CustomGraphPass):
         if owner is None:
             raise TypeError("the pipeline runs on the graph of a GraphModule")
         for run in PIPELINE:
-            if run in (tensor_cores, both_ways, group_amaxes) and self.context.sm is None:
+            if run in FOR_GPUS and self.context.sm is None:
                 continue  # a CPU's graph has no such stages
             name = f"fp4_{run.__name__}"
             observe_pass(owner, name, lambda graph, run=run: run(graph, self.context))  # type: ignore[misc]

@@ -64,9 +64,14 @@ def _amax(x: Any) -> Any:
     lower = inductor().lowering.lowerings
     magnitude = _magnitude(x)
     finite = lower[aten.where.self](lower[aten.lt.Scalar](magnitude, float("inf")), magnitude, 0.0)
-    largest = lower[aten.amax.default](finite, list(range(len(x.get_size()))), False)
-    raised = lower[aten.clamp_min.default](largest, numerics.LEAST_AMAX)
-    return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)
+    return _raised(lower[aten.amax.default](finite, list(range(len(x.get_size()))), False))
+
+
+def _raised(amax: Any) -> Any:
+    """To `fp4_compile.numerics.LEAST_AMAX`, if it is not 0."""
+    lower = inductor().lowering.lowerings
+    raised = lower[aten.clamp_min.default](amax, numerics.LEAST_AMAX)
+    return lower[aten.where.self](lower[aten.eq.Scalar](amax, 0.0), 0.0, raised)
 
 
 def _magnitude(x: Any) -> Any:
@@ -126,9 +131,7 @@ def _row_amax(x: Any) -> Any:
     lower = inductor().lowering.lowerings
     x.realize()  # its maker stores it for the quantizer, and finds the amax on the way
     largest = lower[aten.amax.default](_magnitude(x), [1], True)
-    finite = lower[aten.where.self](lower[aten.lt.Scalar](largest, float("inf")), largest, float("nan"))
-    raised = lower[aten.clamp_min.default](finite, numerics.LEAST_AMAX)
-    return lower[aten.where.self](lower[aten.eq.Scalar](largest, 0.0), 0.0, raised)
+    return _raised(lower[aten.where.self](lower[aten.lt.Scalar](largest, float("inf")), largest, float("nan")))
 
 
 def _quantize_both_ways(

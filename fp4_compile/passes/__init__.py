@@ -39,4 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     verify,
 )
 
-__all__ = ["PIPELINE", "Context", "Matmul", "Pass"]
+FOR_GPUS = frozenset({tensor_cores, both_ways, group_amaxes})
+"""Passes that a CPU's graph does not go through."""
+
+__all__ = ["FOR_GPUS", "PIPELINE", "Context", "Matmul", "Pass"]

@@ -40,7 +40,7 @@ def assign(graph: fx.Graph, context: Context) -> None:
     if options.plans:
         from fp4_compile.planner.compile_time import replan
 
-        decisions = replan(graph, context, decisions, parameters)
+        decisions = replan(graph, context, decisions, parameters, structure.has_backward)
     recipe, given = options.training, options.plan
     if structure.has_backward and options.budget is None:
         decisions = keep_last_layers(context.matmuls, decisions, parameters, recipe.bf16_share)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp4_compile import ops
 from fp4_compile.passes.context import Context
-from fp4_compile.passes.graph import add_call, aten, is_backward, is_view, value
+from fp4_compile.passes.graph import add_call, aten, is_backward, is_pointwise, is_view, region, value
 from fp4_compile.passes.quantizers import untransposed
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -40,30 +40,19 @@ class Reader:
     seed: fx.Node | None
     stream: int
 
-    def pairs_with(self, other: Reader) -> bool:
-        """Whether this one reads the rows of what the other reads the columns of, rounding alike."""
-        return (
-            not self.turned
-            and other.turned
-            and self.hadamard == 0
-            and self.seed is other.seed
-            and _source(self.tensor) is _source(other.tensor)
-            and value(self.tensor).shape == value(other.tensor).shape
-            and is_backward(self.node) == is_backward(other.node)
-            and all(self.node.meta.get(key) == other.node.meta.get(key) for key in ("ac_graph_id", "recompute"))
-        )
+    @property
+    def key(self) -> Hashable:
+        """What two readers have in common that may be one: the numbers, how they round, and when."""
+        return _source(self.tensor), tuple(map(str, value(self.tensor).shape)), self.seed, region(self.node)
 
 
 def both_ways(graph: fx.Graph, context: Context) -> None:
     """Replace pairs of quantizers by one."""
     readers = [_reader(node) for node in graph.find_nodes(op="call_function", target=ops.quantize_rows, sort=True)]
-    taken: set[fx.Node] = set()
+    columns = {reader.key: reader for reader in reversed(readers) if reader.turned}
     for rows in readers:
-        for columns in readers:
-            if rows.pairs_with(columns) and columns.node not in taken and _leaves_amax_behind(rows):
-                taken.add(columns.node)
-                _merge(graph, rows, columns)
-                break
+        if not rows.turned and rows.hadamard == 0 and rows.key in columns and _leaves_amax_behind(rows):
+            _merge(graph, rows, columns.pop(rows.key))
 
 
 def _reader(node: fx.Node) -> Reader:
@@ -83,7 +72,7 @@ def _source(node: fx.Node) -> fx.Node:
 def _leaves_amax_behind(rows: Reader) -> bool:
     """Whether Inductor writes a kernel for the tensor that a reduction of its rows can be part of."""
     node = _source(rows.tensor)
-    if not _is_pointwise(node) or is_view(node):  # a copy of a transpose goes another way through memory
+    if not is_pointwise(node) or is_view(node):  # a copy of a transpose goes another way through memory
         return False
     return is_backward(node) == is_backward(rows.node) and not _in_epilogue(node)
 
@@ -97,13 +86,9 @@ def _in_epilogue(node: fx.Node) -> bool:
             continue
         if source.target in _PRODUCTS:
             return True
-        if (_is_pointwise(source) or is_view(source)) and _in_epilogue(source):
+        if (is_pointwise(source) or is_view(source)) and _in_epilogue(source):
             return True
     return False
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _merge(graph: fx.Graph, rows: Reader, columns: Reader) -> None:

@@ -36,6 +36,11 @@ def is_pointwise(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or is_cast(node))
 
 
+def region(node: fx.Node) -> tuple[object, ...]:
+    """The direction, and the checkpoint, that a node belongs to: only within one may two nodes become one."""
+    return tuple(node.meta.get(key) for key in _PARTITION)
+
+
 def base(node: fx.Node) -> fx.Node:
     """The tensor a node is a view or a cast of."""
     while node.op == "call_function" and (is_view(node) or is_cast(node)) and node.all_input_nodes:

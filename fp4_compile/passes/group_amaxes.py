@@ -22,7 +22,7 @@ from torch import fx
 
 from fp4_compile import ops
 from fp4_compile.passes.context import Context
-from fp4_compile.passes.graph import add_call, aten, is_view, value
+from fp4_compile.passes.graph import add_call, aten, is_view, region, value
 
 MOST = 32
 """Tensors in a launch: each is an argument of the kernel and a branch in it."""
@@ -38,7 +38,7 @@ def group_amaxes(graph: fx.Graph, context: Context) -> None:
     # What a checkpoint computes again stays together.
     regions: dict[Hashable, list[fx.Node]] = defaultdict(list)
     for node in tiles:
-        regions[tuple(node.meta.get(key) for key in ("partitioner_tag", "ac_graph_id", "recompute"))].append(node)
+        regions[region(node)].append(node)
     for each in regions.values():
         for start in range(0, len(each), MOST):
             _group(graph, {node: tiles[node] for node in each[start : start + MOST]})

@@ -18,7 +18,7 @@ from torch import fx
 
 from fp4_compile import ops
 from fp4_compile.passes.context import Context
-from fp4_compile.passes.graph import is_view
+from fp4_compile.passes.graph import is_view, region
 
 _QUANTIZERS = (ops.quantize, ops.mx_quantize, ops.quantize_stochastic, ops.transpose)
 _collectives = torch.ops._c10d_functional
@@ -60,8 +60,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node) -> Hashable:
-    region = (node.meta.get("partitioner_tag"), node.meta.get("ac_graph_id"), node.meta.get("recompute"))
-    return (node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))), region)
+    return (node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))), region(node))
 
 
 def _frozen(arg: object) -> Hashable:

@@ -14,7 +14,7 @@ from fp4_compile.options import suggest
 from fp4_compile.plan import Precision
 from fp4_compile.planner.pins import Pins, pinned
 from fp4_compile.planner.scores import Scores
-from fp4_compile.planner.seconds import activation_seconds, layer_seconds, sharing
+from fp4_compile.planner.seconds import activation_seconds, layer_seconds
 from fp4_compile.planner.survey import Entry
 
 NVFP4_BITS = 4.5
@@ -136,7 +136,7 @@ def make_problem(
             "params": -float(elements),
         }
         if device is not None:
-            bf16, nvfp4 = layer_seconds(entry, device, sharing(entry, scores.survey))
+            bf16, nvfp4 = layer_seconds(entry, device, scores.survey.consumers[entry.reads])
             change["seconds"] = nvfp4 - bf16
             shared[entry.reads] = Shared(entry.reads, {"seconds": activation_seconds(entry, device)})
         items.append(Item(entry.key, change, frozenset({entry.reads} if device is not None else ())))

@@ -19,7 +19,7 @@ from fp4_compile._torch_compat import free_unbacked_symbols, outside_fake_mode
 from fp4_compile.cost_model import Device, break_even_rows, power_of_two_threshold
 from fp4_compile.options import find_device
 from fp4_compile.passes.context import Context, Matmul
-from fp4_compile.passes.graph import base, is_backward, value
+from fp4_compile.passes.graph import base, value
 from fp4_compile.passes.policy import uneven
 from fp4_compile.passes.recipe import unwise
 from fp4_compile.plan import Decision, Precision, Reason, Role
@@ -34,14 +34,15 @@ MOST_THRESHOLDS = 2
 """Guards on one dynamic dimension: each can double the number of graphs."""
 
 
-def replan(graph: fx.Graph, context: Context, defaults: Sequence[Decision], parameters: set[fx.Node]) -> list[Decision]:
+def replan(
+    graph: fx.Graph, context: Context, defaults: Sequence[Decision], parameters: set[fx.Node], trains: bool
+) -> list[Decision]:
     """The planner's decisions for ``context.matmuls``; backward sites keep theirs.
 
     Raises:
         OptionError, BudgetError, DeviceError: the options ask for what cannot be.
     """
     options = context.options
-    trains = any(is_backward(node) for node in graph.nodes)
     # The cost model and the scores compute on real tensors.
     with outside_fake_mode():
         on = find_device(options.target) if options.target is not None else None
@@ -144,6 +145,6 @@ def backward_times(
         for matmul in matmuls:
             owner = matmul.owner
             if owner is not None and uneven(owner) is None:
-                times = backward_seconds(owner.site, matmul.site.role, consumers[base(owner.lhs)], device)
-                found[matmul.site.key] = (times.bf16, times.nvfp4)
+                shared = consumers[base(owner.lhs)]
+                found[matmul.site.key] = backward_seconds(owner.site, matmul.site.role, shared, device)
     return found

@@ -19,7 +19,7 @@ from fp4_compile.planner.budget import (
 )
 from fp4_compile.planner.pins import Pins, parse_pins, pinned, require_known
 from fp4_compile.planner.scores import Scores
-from fp4_compile.planner.seconds import activation_seconds, layer_seconds, own_seconds, sharing
+from fp4_compile.planner.seconds import activation_seconds, layer_seconds, own_seconds
 from fp4_compile.planner.survey import Entry
 
 FRONT_POINTS = 200
@@ -110,7 +110,7 @@ def _reason(
         return Reason.UNSCORED, "no batch reached it with a gradient"
     gain = "" if seconds is None else f", {1e6 * seconds[0]:.3g} -> {1e6 * seconds[1]:.3g} us"
     if not chosen and on is not None:
-        consumers = sharing(entry, scores.survey)
+        consumers = scores.survey.consumers[entry.reads]
         bf16, nvfp4 = layer_seconds(entry, on, consumers)
         nvfp4 += activation_seconds(entry, on)
         if by_time or nvfp4 >= bf16:

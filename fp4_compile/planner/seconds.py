@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fp4_compile.cost_model import Device, dgrad_seconds, evaluate, quantizer_seconds, wgrad_seconds
-from fp4_compile.cost_model.training import BackwardTimes
 from fp4_compile.plan import Role, Site
-from fp4_compile.planner.survey import Entry, Survey, number
+from fp4_compile.planner.survey import Entry, number
 
 
 def own_seconds(entry: Entry, device: Device) -> tuple[float, float]:
@@ -26,9 +25,9 @@ def layer_seconds(entry: Entry, device: Device, consumers: int) -> tuple[float, 
     """
     bf16, nvfp4 = own_seconds(entry, device)
     for role in entry.backward or ():
-        found = backward_seconds(entry.site, role, consumers, device)
-        bf16 += found.bf16
-        nvfp4 += min(found.bf16, found.nvfp4)
+        high, low = backward_seconds(entry.site, role, consumers, device)
+        bf16 += high
+        nvfp4 += min(high, low)
     return bf16, nvfp4
 
 
@@ -37,12 +36,10 @@ def activation_seconds(entry: Entry, device: Device) -> float:
     return float(quantizer_seconds(device, entry.rows, int(entry.site.k))) if device.nvfp4_flops else 0.0
 
 
-def backward_seconds(layer: Site, role: Role, consumers: int, device: Device) -> BackwardTimes:
-    """Seconds of a layer's dgrad or wgrad; dynamic sizes count as in `Entry.rows`."""
+def backward_seconds(layer: Site, role: Role, consumers: int, device: Device) -> tuple[float, float]:
+    """Seconds of a layer's dgrad or wgrad in BF16, and in NVFP4 with its quantizers.
+
+    Dynamic sizes count as in `Entry.rows`.
+    """
     m, n, k = (max(1, int(number(size))) for size in (layer.batch * layer.m, layer.n, layer.k))
     return dgrad_seconds(device, m, n, k) if role is Role.DGRAD else wgrad_seconds(device, m, n, k, max(1, consumers))
-
-
-def sharing(entry: Entry, survey: Survey) -> int:
-    """How many matmuls that the default policy quantizes read the entry's activation."""
-    return sum(other.reads == entry.reads and other.advised for other in survey)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +81,11 @@ class Survey:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @functools.cached_property
+    def consumers(self) -> Counter[str]:
+        """How many matmuls that the default policy quantizes read an activation, by its name (`Entry.reads`)."""
+        return Counter(entry.reads for entry in self.entries if entry.advised)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""

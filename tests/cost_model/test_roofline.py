@@ -137,12 +137,15 @@ def test_more_work_never_takes_less(name):
 @pytest.mark.parametrize("consumers", [1, 3])
 def test_the_backward_by_hand(consumers):
     m, n, k = 512, 256, 1024
-    dgrad, wgrad = dgrad_seconds(SIMPLE, m, n, k), wgrad_seconds(SIMPLE, m, n, k, consumers)
-    assert dgrad.bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, m, k, n)))
-    assert dgrad.nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, m, k, n) + quantizer_seconds(SIMPLE, m, n)))
-    assert wgrad.bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, n, k, m)))
+    (dgrad_bf16, dgrad_nvfp4), (wgrad_bf16, wgrad_nvfp4) = (
+        dgrad_seconds(SIMPLE, m, n, k),
+        wgrad_seconds(SIMPLE, m, n, k, consumers),
+    )
+    assert dgrad_bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, m, k, n)))
+    assert dgrad_nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, m, k, n) + quantizer_seconds(SIMPLE, m, n)))
+    assert wgrad_bf16 == pytest.approx(float(bf16_seconds(SIMPLE, 1, n, k, m)))
     operands = quantizer_seconds(SIMPLE, n, m) + quantizer_seconds(SIMPLE, k, m) / consumers
-    assert wgrad.nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, n, k, m) + operands))
+    assert wgrad_nvfp4 == pytest.approx(float(nvfp4_seconds(SIMPLE, 1, n, k, m) + operands))
 
 
 def test_contractions_are_padded_to_blocks():

@@ -66,21 +66,26 @@ def test_rows_and_columns_are_the_reference_byte_for_byte(sm, hadamard, stochast
     assert same_bytes(quantized(x, sm, hadamard, stochastic, turned=turned), reference(x, hadamard, stochastic))
 
 
+def two_directions(rows, k):
+    """Codes and scales of a matrix and of its transpose, full of something else."""
+    found = []
+    for m, n in ((rows, k), (k, rows)):
+        found.append(torch.full((m, cdiv(n, 16) * 8), 99, dtype=torch.uint8))
+        shape = numerics.swizzled_shape(m, cdiv(n, 16))
+        found.append(torch.full(shape, 77, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    return found
+
+
 def both_ways(x, sm, stochastic, mutate=None):
     """Codes and scales of x, then codes, scales and amax of its transpose."""
     rows, k = x.shape
-    blocks, row_blocks = cdiv(k, 16), cdiv(rows, 16)
-    codes, turned = (torch.full(s, 99, dtype=torch.uint8) for s in ((rows, blocks * 8), (k, row_blocks * 8)))
-    scales, turned_scales = (
-        torch.full(numerics.swizzled_shape(*shape), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        for shape in ((rows, blocks), (k, row_blocks))
-    )
+    codes, scales, turned, turned_scales = two_directions(rows, k)
     amax = torch.full((k, 1), -1.0)
     tensors = {"X": x, "ROW_AMAX": numerics.row_amax(x), **({"SEED": SEED} if stochastic else {})}
     tensors |= {"ROW_CODES": codes, "ROW_SCALES": scales, "SCALES": turned_scales, "AMAX": amax}
     config = configs.both_ways_quantizer_config(rows, sm, stochastic)
     config |= {"HADAMARD": 16, "STREAM": STREAM, "ROW_STREAM": STREAM + 1}
-    grid = QUANTIZE_BOTH_WAYS.grid(k, row_blocks * 8, config, cdiv=cdiv)
+    grid = QUANTIZE_BOTH_WAYS.grid(k, turned.shape[1], config, cdiv=cdiv)
     run(QUANTIZE_BOTH_WAYS, tensors, turned, config, grid, mutate=mutate)
     return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8), amax
 
@@ -145,12 +150,7 @@ def tiles(w, sm, mutate=None, parts=1):
     rows, k = w.shape
     amax, largest = numerics.tensor_amax(w) * torch.rand(parts), torch.tensor(-1.0)
     amax[parts // 2] = numerics.tensor_amax(w)
-    blocks, row_blocks = cdiv(k, 16), cdiv(rows, 16)
-    scales, turned_scales = (
-        torch.full(numerics.swizzled_shape(*shape), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        for shape in ((rows, blocks), (k, row_blocks))
-    )
-    codes, turned = (torch.full(s, 99, dtype=torch.uint8) for s in ((rows, blocks * 8), (k, row_blocks * 8)))
+    codes, scales, turned, turned_scales = two_directions(rows, k)
     tensors = {
         "X": w,
         "AMAX": amax,
@@ -160,7 +160,7 @@ def tiles(w, sm, mutate=None, parts=1):
         "LARGEST": largest,
     }
     config = {"PARTS": amax.numel(), "num_warps": 4, "num_stages": 1, **configs.hardware(sm)}
-    grid = QUANTIZE_TILES.grid(rows, blocks * 8, config, cdiv=cdiv)
+    grid = QUANTIZE_TILES.grid(rows, codes.shape[1], config, cdiv=cdiv)
     run(QUANTIZE_TILES, tensors, codes, config, grid, mutate=mutate)
     return codes, scales.view(torch.uint8), turned, turned_scales.view(torch.uint8), largest
 

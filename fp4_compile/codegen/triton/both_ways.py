@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 
-from fp4_compile.codegen.triton.columns import COLUMNS, TURNED, column_grid
+from fp4_compile.codegen.triton.columns import COLUMNS, QUANTIZE_TURNED, column_grid
 from fp4_compile.codegen.triton.kernel_template import KernelTemplate
-from fp4_compile.codegen.triton.ptx import HELPERS, TRAINING_HELPERS
-from fp4_compile.codegen.triton.quantize import AMAX, FINISH_AMAX, RANDOM_WORDS, STORE, TRANSFORM, indent
+from fp4_compile.codegen.triton.quantize import AMAX, STORE, indent
 
 _KERNEL = """\
 {% if STOCHASTIC %}
@@ -74,19 +73,7 @@ _SOURCE = (
     + COLUMNS.replace("    PIECES: tl", "    ROW_BLOCKS = (M + 15) // 16\n    PIECES: tl")
     + "            if phase == 1:\n"
     + indent(_ALONG_ROWS + AMAX + _for_rows(STORE), 16)
-    + "            halves = _turned(x)\n"
-    + indent(TRANSFORM, 12)
-    + "            if phase == 0:\n"
-    + indent(AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
-    + "            if phase == 1:\n"
-    + indent(AMAX + STORE, 16)
-    + "        if phase == 0:\n"
-    + "            amax = tl.reduce(most, 1, _maximum)\n"
-    + indent(FINISH_AMAX, 12)
-    + HELPERS
-    + TRAINING_HELPERS
-    + RANDOM_WORDS
-    + TURNED
+    + QUANTIZE_TURNED
     + _PIECES
 )
 

@@ -33,7 +33,7 @@ COLUMNS = """\
             {{load_input("X", "x", ("idx_k", "idx_n"), mask="inside", indent_width=12, index_shape=("TALL", "ROWS"))}}
 """
 
-TURNED = """
+_TURNED = """
 @triton.jit
 def _turned(x):
     # [TALL, ROWS] to the columns' pieces of 32 elements in four times eight tensors [ROWS, PIECES].
@@ -45,10 +45,8 @@ def _turned(x):
             _split8(third.to(tl.float32)), _split8(fourth.to(tl.float32)))
 """
 
-_SOURCE = (
-    KERNEL
-    + COLUMNS
-    + "            halves = _turned(x)\n"
+QUANTIZE_TURNED = (
+    "            halves = _turned(x)\n"
     + indent(TRANSFORM, 12)
     + "            if phase == 0:\n"
     + indent(AMAX + "most = _maximum(most, _maximum(amax_0, amax_1))\n", 16)
@@ -60,8 +58,9 @@ _SOURCE = (
     + HELPERS
     + TRAINING_HELPERS
     + RANDOM_WORDS
-    + TURNED
+    + _TURNED
 )
+"""What is done with a tile of `COLUMNS`, and the helpers."""
 
 
 def column_grid(m: Any, _: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, Any]:
@@ -69,6 +68,6 @@ def column_grid(m: Any, _: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any
     return (cdiv(m, 128) * (128 // meta["ROWS"]), 1, 1)
 
 
-QUANTIZE_COLUMNS = KernelTemplate("fp4_quantize_columns", _SOURCE, column_grid)
+QUANTIZE_COLUMNS = KernelTemplate("fp4_quantize_columns", KERNEL + COLUMNS + QUANTIZE_TURNED, column_grid)
 """Inputs as those of `QUANTIZE_ROWS`, X transposed. Constants: a program has ``ROWS`` rows of the result, and takes
 ``TALL`` rows of X at a time; both are at least 32; ``SWIZZLED``, which must be true; the others as there."""
