@@ -193,6 +193,9 @@ def test_tiles_and_their_transposes_are_the_reference_byte_for_byte(sm, rows, k,
     w[: rows // 3, k // 2 :] = 0
     assert same_bytes(tiles(w, sm), tiles_by_reference(w))
     assert same_bytes(tiles(w, sm, parts=256), tiles_by_reference(w))
+    w[-1, -1] = torch.inf  # is no part of the amax, and must not be lost for it
+    assert same_bytes(tiles(w, sm), tiles_by_reference(w))
+    assert tiles(w, sm)[1].eq(0x7F).any()
 
 
 @pytest.mark.parametrize(

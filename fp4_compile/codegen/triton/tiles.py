@@ -34,6 +34,7 @@ _SOURCE = """\
     factor, decode, keep = _encode_scales(amax)
     columns = tl.reduce(tl.abs(x).reshape(4, 16, 64), 1, _maximum)
     most = tl.reduce(columns.reshape(4, 4, 16), 2, _maximum)
+    most = tl.where(most < float("inf"), most, float("nan"))  # an Inf would become the largest scale, and be gone
     pair, scale, _ = _to_e4m3(most * factor, most * factor)
     inverse = _inverse_scale(scale, decode, keep)
     spread = tl.broadcast_to(inverse.reshape(4, 1, 4, 1), (4, 16, 4, 16)).reshape(64, 64)
