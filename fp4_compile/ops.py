@@ -14,7 +14,7 @@ and, for training,
     fp4::quantize_stochastic(Tensor x, Tensor amax, Tensor seed, int stream) -> (Tensor codes, Tensor scales)
     fp4::hadamard(Tensor x, int size) -> Tensor                     random signs, bf16, padded
     fp4::transpose(Tensor codes, Tensor scales, SymInt k) -> (Tensor codes, Tensor scales)      of 16x16 tiles
-    fp4::rank_seed(Tensor drawn, int size, int stride) -> Tensor    int64[], another one on each data-parallel rank
+    fp4::draw_seed(int size, int stride, *, Device device) -> Tensor    int64[], random
     fp4::mx_quantize(Tensor x, Tensor? seed, int stream) -> (Tensor codes, Tensor scales)
     fp4::mx_scaled_mm(a codes, scales, b codes, scales, Tensor? bias, ScalarType out_dtype) -> Tensor
 
@@ -42,10 +42,10 @@ _library: Any = torch.library.Library("fp4", "DEF")  # type: ignore[no-untyped-c
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def define(schema: str, kernel: Any, fake: Any) -> Any:
+def define(schema: str, kernel: Any, fake: Any, *tags: torch.Tag) -> Any:
     """Register an operator ``fp4::...`` with what computes it and what gives its result's shape."""
     name = schema.partition("(")[0]
-    _library.define(schema, tags=_tags)
+    _library.define(schema, tags=(*_tags, *tags))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4::{name}", fake, lib=_library)
     return getattr(torch.ops.fp4, name).default
@@ -343,19 +343,19 @@ def _transpose_fake(codes: Tensor, scales: Tensor, k: Any) -> tuple[Tensor, Tens
     return turned, scales.new_empty((*lead, k, _padded(rows) // BLOCK))
 
 
-def _rank_seed(drawn: Tensor, size: int, stride: int) -> Tensor:
-    """Ranks of one tensor-parallel group, ``size`` of them ``stride`` apart, get one seed: that of their first rank."""
+def _draw_seed(size: int, stride: int, *, device: torch.device) -> Tensor:
+    """Ranks of one tensor-parallel group, ``size`` of them ``stride`` apart, move it alike: as their first rank."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
-    first = rank - rank // stride % size * stride
-    return drawn ^ (first * _RANK_STEP & 0x7FFFFFFFFFFFFFFF)
+    moved = (rank - rank // stride % size * stride) * _RANK_STEP % 2**62
+    return torch.randint(moved - 2**62, moved + 2**62, (), dtype=torch.int64, device=device)
 
 
 _RANK_STEP = 0x9E3779B97F4A7C15
 
 
-def _rank_seed_fake(drawn: Tensor, size: int, stride: int) -> Tensor:
-    return torch.empty_like(drawn)
+def _draw_seed_fake(size: int, stride: int, *, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def _mx_quantize(x: Tensor, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
@@ -399,8 +399,16 @@ transpose = define(
 )
 """[R, k] quantized in tiles of 16x16 -> the same numbers as [k, R]; nothing is rounded."""
 
-rank_seed = define("rank_seed(Tensor drawn, int size, int stride) -> Tensor", _rank_seed, _rank_seed_fake)
-"""A drawn seed, int64 0-d, mixed with the rank, so that data-parallel ranks with equal generators round apart."""
+draw_seed = define(
+    "draw_seed(int size, int stride, *, Device device) -> Tensor",
+    _draw_seed,
+    _draw_seed_fake,
+    torch.Tag.nondeterministic_seeded,
+)
+"""A seed, int64 0-d, of the device's default generator, in one launch.
+
+It is moved by a number of the rank's own, so that data-parallel ranks with equal generators round apart.
+"""
 
 mx_quantize = define(
     "mx_quantize(Tensor x, Tensor? seed, int stream) -> (Tensor codes, Tensor scales)", _mx_quantize, _mx_quantize_fake

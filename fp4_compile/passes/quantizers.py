@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -116,34 +115,19 @@ def _pair(graph: fx.Graph, node: fx.Node, like: fx.Node) -> tuple[fx.Node, fx.No
 
 
 def _seed(graph: fx.Graph, context: Context) -> fx.Node:
-    """The graph's seed: one number drawn in each forward from the device's default generator, mixed with the rank.
+    """The graph's seed: one number drawn in each forward from the device's default generator.
 
     It is drawn outside all checkpointed regions and kept for the backward, so that nothing draws it again.
     """
     for node in graph.nodes:
-        if node.target is ops.rank_seed:
+        if node.target is ops.draw_seed:
             return node  # type: ignore[no-any-return]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     model = next(n for n in graph.nodes if not is_backward(n) and isinstance(n.meta.get("val"), torch.Tensor))
     group = context.parallel_groups[0] if context.parallel_groups else None
+    ranks = (group.size, group.stride) if group else (1, 1)
     with graph.inserting_before(first):
-        drawn = _forward_call(
-            graph,
-            aten.randint.low,
-            (-(2**62), 2**62, []),
-            model,
-            dtype=torch.int64,
-            device=value(model).device,
-            pin_memory=False,
-        )
-        ranks = (group.size, group.stride) if group else (1, 1)
-        return _forward_call(graph, ops.rank_seed, (drawn, *ranks), model)
-
-
-def _forward_call(
-    graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...], model: fx.Node, **kwargs: object
-) -> fx.Node:
-    node = add_call(graph, target, args, model, **kwargs)
+        node = add_call(graph, ops.draw_seed, ranks, model, device=value(model).device)
     for key in ("recompute", "ac_graph_id", "nn_module_stack", "seq_nr", "stack_trace"):
         node.meta.pop(key, None)
     node.meta["partitioner_tag"] = "is_forward"

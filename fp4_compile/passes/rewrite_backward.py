@@ -3,7 +3,7 @@
 before  %6 = mm(%dy: [T, N], %w: [N, K])                                        !bwd   dgrad
         %7 = mm(permute(%dy), %x: [T, K])                                       !bwd   wgrad
 
-after   %1 = randint(); %2 = fp4.rank_seed(%1)                                  once a graph
+after   %2 = fp4.draw_seed()                                                    once a graph
         %3 = fp4.hadamard(permute(%x), 16); %4 = fp4.quantize(%3, fp4.amax(%3))        in the forward, kept
         %5 = fp4.transpose(%w codes, %w scales)                                 !bwd   the forward's codes of w
         %6 = fp4.quantize_stochastic(%dy, fp4.amax(%dy), %2, 0)                 !bwd

@@ -201,15 +201,14 @@ def test_rows_columns_and_layers_round_apart() -> None:
 
 
 def test_ranks_round_apart_and_tensor_parallel_ones_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = torch.tensor(12345)
-    assert ops.rank_seed(drawn, 1, 1) == drawn
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
 
     def seeds(size: int, stride: int) -> list[int]:
         found = []
         for rank in range(8):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            found.append(int(ops.rank_seed(drawn, size, stride)))
+            torch.manual_seed(3)
+            found.append(int(ops.draw_seed(size, stride, device=torch.device("cpu"))))
         return found
 
     assert len(set(seeds(1, 1))) == 8
