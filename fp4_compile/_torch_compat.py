@@ -390,11 +390,17 @@ def inductor() -> Any:
     from types import SimpleNamespace
 
     from torch._inductor import ir, lowering
-    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+    from torch._inductor.select_algorithm import (
+        ExternKernelChoice,
+        SymbolicGridFn,
+        TritonTemplate,
+        autotune_select_algorithm,
+    )
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
     return SimpleNamespace(
+        ExternKernelChoice=ExternKernelChoice,
         OrderedSet=OrderedSet,
         SymbolicGridFn=SymbolicGridFn,
         TritonTemplate=TritonTemplate,

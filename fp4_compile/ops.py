@@ -3,7 +3,7 @@
     fp4::amax(Tensor x) -> Tensor                                   fp32[]
     fp4::quantize(Tensor x, Tensor amax, str block, bool four_over_six) -> (Tensor codes, Tensor scales)
     fp4::quantize_rows(Tensor x, bool swizzled) -> (Tensor codes, Tensor scales, Tensor amax)
-    fp4::swizzle(Tensor scales) -> Tensor
+    fp4::for_tensor_cores(Tensor codes, Tensor scales) -> (Tensor codes, Tensor scales)
     fp4::scaled_mm(a codes, scales, amax, b codes, scales, amax, Tensor? bias, ScalarType out_dtype, bool swizzled)
         -> Tensor
     fp4::weight_mm(Tensor x, b codes, scales, amax, Tensor? bias, ScalarType out_dtype) -> Tensor
@@ -73,6 +73,11 @@ def _padded(k: Any) -> Any:
     return (k + BLOCK - 1) // BLOCK * BLOCK
 
 
+def row_bytes(k: Any) -> Any:
+    """Of the codes of a row for tensor cores: TMA reads rows that begin every 16 bytes."""
+    return (k + 31) // 32 * 16
+
+
 def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
@@ -102,7 +107,7 @@ def _quantize_rows(
         x = numerics.random_hadamard(x, -1, hadamard)
     drawn = None if seed is None else cpu_training.random_bytes(x, seed, stream, BLOCK)
     codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
-    return codes, numerics.swizzle_scales(scales) if swizzled else scales, amax
+    return (*_for_tensor_cores(codes, scales), amax) if swizzled else (codes, scales, amax)
 
 
 def _quantize_rows_fake(
@@ -110,7 +115,7 @@ def _quantize_rows_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     shape = (rows, _padded(k) // BLOCK)
-    codes = x.new_empty((rows, _padded(k) // 2), dtype=torch.uint8)
+    codes = x.new_empty((rows, row_bytes(k) if swizzled else _padded(k) // 2), dtype=torch.uint8)
     scales = x.new_empty(numerics.swizzled_shape(*shape) if swizzled else shape, dtype=torch.float8_e4m3fn)
     return codes, scales, x.new_empty((rows, 1), dtype=torch.float32)
 
@@ -124,7 +129,7 @@ def _quantize_both_ways(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     drawn = None if seed is None else cpu_training.random_bytes(x, seed, stream, BLOCK)
     codes, scales, _ = numerics.quantize_1x16(x, row_amax, drawn)
-    return codes, numerics.swizzle_scales(scales), *_quantize_rows(x.mT, True, hadamard, seed, turned_stream)
+    return *_for_tensor_cores(codes, scales), *_quantize_rows(x.mT, True, hadamard, seed, turned_stream)
 
 
 def _quantize_both_ways_fake(
@@ -148,21 +153,26 @@ def _quantize_tiles(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     largest = torch.where(largest == 0, 0.0, largest.clamp_min(numerics.LEAST_AMAX))
     codes, scales, _ = numerics.quantize_16x16(w, largest)
     turned, turned_scales = numerics.transpose_16x16(codes, scales, w.shape[-1])
-    return codes, numerics.swizzle_scales(scales), turned, numerics.swizzle_scales(turned_scales), largest
+    return *_for_tensor_cores(codes, scales), *_for_tensor_cores(turned, turned_scales), largest
 
 
 def _quantize_tiles_fake(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     results: list[Tensor] = []
     for rows, k in (w.shape, w.shape[::-1]):
         shape = numerics.swizzled_shape(rows, _padded(k) // BLOCK)
-        results.append(w.new_empty((rows, _padded(k) // 2), dtype=torch.uint8))
+        results.append(w.new_empty((rows, row_bytes(k)), dtype=torch.uint8))
         results.append(w.new_empty(shape, dtype=torch.float8_e4m3fn))
     return results[0], results[1], results[2], results[3], w.new_empty((), dtype=torch.float32)
 
 
-def _swizzle_fake(scales: Tensor) -> Tensor:
+def _for_tensor_cores(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)), numerics.swizzle_scales(scales)
+
+
+def _for_tensor_cores_fake(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*codes.shape[:-1], row_bytes(codes.shape[-1] * 2))
     *lead, rows, columns = scales.shape
-    return scales.new_empty((*lead, *numerics.swizzled_shape(rows, columns)))
+    return codes.new_empty(shape), scales.new_empty((*lead, *numerics.swizzled_shape(rows, columns)))
 
 
 def _dequantize(codes: Tensor, scales: Tensor, amax: Tensor, k: int, dtype: torch.dtype) -> Tensor:
@@ -261,7 +271,7 @@ quantize_rows = define(
 )
 """[M, K] -> codes and scales as `quantize` in blocks of 1x16, with an amax of its own for every row, fp32 [M, 1].
 
-``swizzled``: scales in the order tensor cores read them, as `numerics.swizzle_scales` gives them. ``hadamard``: the
+``swizzled``: as tensor cores read them, see `for_tensor_cores`. ``hadamard``: the
 size of a transform before, 16 or none. With a ``seed`` it rounds as `quantize_stochastic`."""
 
 row_amax = define("row_amax(Tensor x) -> Tensor", numerics.row_amax, _row_amax_fake)
@@ -284,12 +294,16 @@ quantize_tiles = define(
     _quantize_tiles,
     _quantize_tiles_fake,
 )
-"""[R, K] in tiles of 16x16, as `quantize` has them, and as `transpose` turns them; both with swizzled scales.
+"""[R, K] in tiles of 16x16, as `quantize` has them, and as `transpose` turns them; both `for_tensor_cores`.
 
 ``amax``: of the tensor, 0-d, or parts of it [AMAX_PARTS], of which the ``largest`` counts and comes back, 0-d."""
 
-swizzle = define("swizzle(Tensor scales) -> Tensor", numerics.swizzle_scales, _swizzle_fake)
-"""`numerics.swizzle_scales`."""
+for_tensor_cores = define(
+    "for_tensor_cores(Tensor codes, Tensor scales) -> (Tensor codes, Tensor scales)",
+    _for_tensor_cores,
+    _for_tensor_cores_fake,
+)
+"""Codes [..., M, K/2], rows filled up with zeros to whole 16 bytes, and `numerics.swizzle_scales`."""
 
 dequantize = define(
     "dequantize(Tensor codes, Tensor scales, Tensor amax, SymInt k, ScalarType dtype) -> Tensor",

@@ -6,7 +6,7 @@
     fp4.quantize_rows   a template whose producer (pointwise) Inductor computes inside
     fp4.row_amax        a reduction of Inductor's, which it fuses into the producer
     fp4.quantize_both_ways  a template
-    fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside
+    fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside, or cuBLASLt
     fp4.weight_mm       the same, of a high-precision activation and a quantized weight
 
 On a CPU, and for recipes without a template, the operators are called as they are.
@@ -22,6 +22,7 @@ import torch
 
 from fp4_compile import numerics, ops
 from fp4_compile._torch_compat import inductor
+from fp4_compile.codegen.library import scaled_mm_by_library
 from fp4_compile.codegen.triton import KernelTemplate
 
 aten = torch.ops.aten
@@ -42,6 +43,7 @@ def register_lowerings() -> None:
         (ops.weight_mm, _weight_mm),
     ):
         _register(op, lower)
+    _library_choice()  # programs that come from a cache call it by its name
 
 
 def _register(op: Any, lower: Callable[..., Any]) -> None:
@@ -104,7 +106,8 @@ def _quantize_rows(x: Any, swizzled: bool, hadamard: int = 0, seed: Any = None, 
     if seed is not None:
         config["STREAM"] = stream
         read.append(_realized(seed))
-    return _quantizer(template, config, read, written, (rows, blocks), k)
+    packed = ops.row_bytes(k) if swizzled else blocks * (BLOCK // 2)
+    return _quantizer(template, config, read, written, (rows, packed), k)
 
 
 def _lies_by_columns(x: Any) -> bool:
@@ -143,7 +146,7 @@ def _quantize_both_ways(
     device, (rows, k) = x.get_device(), x.get_size()
     blocks, row_blocks = ((size + BLOCK - 1) // BLOCK for size in (k, rows))
     written = [
-        _empty((rows, blocks * (BLOCK // 2)), torch.uint8, device),
+        _empty((rows, ops.row_bytes(k)), torch.uint8, device),
         _empty_scales(rows, blocks, device, True),
         _empty_scales(k, row_blocks, device, True),
         _empty((k, 1), torch.float32, device),
@@ -151,7 +154,7 @@ def _quantize_both_ways(
     config = both_ways_quantizer_config(_hint(rows), _sm(device), seed is not None)
     config |= {"HADAMARD": hadamard, "STREAM": turned_stream, "ROW_STREAM": stream}
     read = [_contiguous(x), _contiguous(row_amax), *([] if seed is None else [_realized(seed)])]
-    turned, codes, scales, *more = _quantizer(QUANTIZE_BOTH_WAYS, config, read, written, (k, row_blocks), rows)
+    turned, codes, scales, *more = _quantizer(QUANTIZE_BOTH_WAYS, config, read, written, (k, ops.row_bytes(rows)), rows)
     return codes, scales, turned, *more
 
 
@@ -165,25 +168,24 @@ def _quantize_tiles(w: Any, amax: Any) -> Any:
     _fuse_producer(w)
     written = [
         _empty_scales(rows, blocks, device, True),
-        _empty((k, row_blocks * (BLOCK // 2)), torch.uint8, device),
+        _empty((k, ops.row_bytes(rows)), torch.uint8, device),
         _empty_scales(k, row_blocks, device, True),
         _empty((1,), torch.float32, device),
     ]
     parts = amax.get_size()[0] if amax.get_size() else 1
     config = {"PARTS": int(parts), "num_warps": 4, "num_stages": 1, **hardware(_sm(device))}
-    *results, largest = _quantizer(QUANTIZE_TILES, config, [w, _realized(amax)], written, (rows, blocks), k)
+    *results, largest = _quantizer(QUANTIZE_TILES, config, [w, _realized(amax)], written, (rows, ops.row_bytes(k)), k)
     return (*results, inductor().lowering.view(largest, []))
 
 
 def _quantizer(
-    template: KernelTemplate, config: dict[str, Any], read: list[Any], written: list[Any], sizes: Any, k: Any
+    template: KernelTemplate, config: dict[str, Any], read: list[Any], written: list[Any], size: Any, k: Any
 ) -> tuple[Any, ...]:
-    """Codes, and what the template writes into its arguments."""
+    """Codes of that size, and what the template writes into its arguments."""
     parts = inductor()
-    rows, blocks = sizes
     device = read[0].get_device()
     targets = [_realized(tensor) for tensor in written]
-    layout = parts.ir.FixedLayout(device, torch.uint8, [rows, blocks * (BLOCK // 2)])
+    layout = parts.ir.FixedLayout(device, torch.uint8, list(size))
     choices: list[Any] = []
     _append(choices, template, config, [*read, *targets], layout, mutated_inputs=targets)
     [choice] = choices
@@ -194,7 +196,7 @@ def _quantizer(
         mutated_inputs=choice.mutated_inputs,
         allowed_prologue_inps=choice.allowed_prologue_inps,
     )
-    codes.annotations["fp4_quantizes"] = (_hint(rows), _hint(k))
+    codes.annotations["fp4_quantizes"] = (_hint(size[0]), _hint(k))
     return (parts.ir.TensorBox.create(codes), *written)
 
 
@@ -292,11 +294,12 @@ def _product(
     split = wanted[0][1].get("SPLIT_K", 1)
     rounds = bias is None and split == 1
     layout = parts.ir.FixedLayout(device, out_dtype if rounds else torch.float32, [m * split, n])
-    if not (parts.config.max_autotune or parts.config.max_autotune_gemm):
-        wanted = wanted[:1]
+    tunes = parts.config.max_autotune or parts.config.max_autotune_gemm
     choices: list[Any] = []
-    for template, config in wanted:
+    for template, config in wanted if tunes else wanted[:1]:
         _append(choices, template, {**constants, **config}, inputs, layout)
+    if tunes and split == 1 and precision == "nvfp4" and _library_serves(n, k):
+        choices.append(_library_choice().bind(inputs, layout, out_dtype=layout.dtype))
     selected = parts.autotune_select_algorithm(name, choices, inputs, layout)
     result = selected[0] if isinstance(selected, tuple) else selected
     flops = 2 * _hint(m) * _hint(n) * _hint(k)
@@ -310,6 +313,18 @@ def _product(
         result = parts.lowering.to_dtype(result, out_dtype)
         result.realize()
     return result
+
+
+def _library_serves(n: Any, k: Any) -> bool:
+    """Whether cuBLASLt's alignments hold, whatever the sizes; only Python programs can call it."""
+    graph = inductor().V.graph
+    multiple = graph.sizevars.statically_known_multiple_of
+    return not graph.cpp_wrapper and multiple(n, 16) and multiple(k, 32)
+
+
+@functools.cache
+def _library_choice() -> Any:
+    return inductor().ExternKernelChoice(scaled_mm_by_library, name="fp4_scaled_mm_by_library", has_out_variant=False)
 
 
 def _append(

@@ -103,7 +103,8 @@ def _quantized(graph: fx.Graph, operand: tuple[fx.Node, ...], new: Quantizers) -
         codes, scales = (
             add_call(graph, aten.reshape.default, (x, [-1, value(x).shape[-1]]), operand[0]) for x in (codes, scales)
         )
-    return codes, add_call(graph, ops.swizzle, (scales,), operand[0]), amax
+    ready = add_call(graph, ops.for_tensor_cores, (codes, scales), operand[0])
+    return (*(add_call(graph, operator.getitem, (ready, i), operand[0]) for i in range(2)), amax)
 
 
 def _row_quantizer(graph: fx.Graph, operand: tuple[fx.Node, ...], new: Quantizers, swizzled: bool) -> fx.Node | None:

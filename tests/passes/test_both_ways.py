@@ -47,7 +47,7 @@ class Golden(expecttest.TestCase):
 %3 = mul.Tensor(%0, %1): f32[64, 48]
 %4 = fp4.row_amax(%3): f32[64, 1]
 %5 = fp4.quantize_both_ways(%3, %4, 16, %2, 3, 4)
-%6 = %5.0: u8[64, 24]
+%6 = %5.0: u8[64, 32]
 %7 = %5.1: e4m3[128, 4]
 %8 = %5.2: u8[48, 32]
 %9 = %5.3: e4m3[128, 4]

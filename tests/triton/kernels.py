@@ -5,7 +5,7 @@ from __future__ import annotations
 import standalone
 import torch
 
-from fp4_compile import numerics
+from fp4_compile import numerics, ops
 from fp4_compile.codegen.triton import configs
 from fp4_compile.codegen.triton.quantize import QUANTIZE_RMS_NORM, QUANTIZE_ROWS
 from fp4_compile.offline.kernels import read_kernel
@@ -48,20 +48,22 @@ def quantize_rows(x, sm, swizzled, mutate=None, norm_weight=None):
     config = configs.row_quantizer_configs(rows, k, sm, swizzled)[0]
     shape = numerics.swizzled_shape(rows, blocks) if swizzled else (rows, blocks)
     scales = torch.full(shape, 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, blocks * 8), 99, dtype=torch.uint8)
+    packed = ops.row_bytes(k) if swizzled else blocks * 8
+    amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, packed), 99, dtype=torch.uint8)
     tensors = {"X": x, "SCALES": scales, "AMAX": amax}
     template = QUANTIZE_ROWS
     if norm_weight is not None:
         template, tensors = QUANTIZE_RMS_NORM, {"X": x, "WEIGHT": norm_weight, "SCALES": scales, "AMAX": amax}
         config = {**config, "EPS": EPS, "HAS_WEIGHT": True, "CAST_BEFORE_WEIGHT": False}
-    grid = template.grid(rows, blocks * 8, config, cdiv=cdiv)
+    grid = template.grid(rows, packed, config, cdiv=cdiv)
     run(template, tensors, codes, config, grid, mutate=mutate)
     return codes, scales.view(torch.uint8), amax
 
 
 def reference_rows(x, swizzled):
     codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x))
-    return codes, (numerics.swizzle_scales(scales) if swizzled else scales).view(torch.uint8), amax
+    codes, scales = ops.for_tensor_cores(codes, scales) if swizzled else (codes, scales)
+    return codes, scales.view(torch.uint8), amax
 
 
 def same_bytes(got, want):
@@ -74,8 +76,9 @@ def scaled_mm(m, n, k, sm, rows=True, mutate=None, epilogue=None, extra=(), dtyp
     tensors, decoded = {}, []
     for name, x in (("A", a), ("B", b)):
         codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x) if rows else None)
-        tensors |= {name: codes, f"S{name}": numerics.swizzle_scales(scales), f"AMAX_{name}": amax}
         decoded.append(numerics.decode_unscaled(codes, scales, torch.float32).double() * amax.double() / (6 * 448))
+        codes, scales = ops.for_tensor_cores(codes, scales)
+        tensors |= {name: codes, f"S{name}": scales, f"AMAX_{name}": amax}
     template, config = configs.gemm_choices(m, n, tensors["A"].shape[1] * 2, sm, True)[0]
     config = {**config, "A_ROWS": rows, "B_ROWS": rows, "SPLIT_K": split}
     grid = template.grid(m * split, n, config, cdiv=cdiv, min=min)

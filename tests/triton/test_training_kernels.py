@@ -29,12 +29,12 @@ def quantized(x, sm, hadamard, stochastic, mutate=None, turned=False):
         x = x.T.contiguous()
     config = {**config, "HADAMARD": hadamard}
     scales = torch.full(numerics.swizzled_shape(rows, blocks), 77, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, blocks * 8), 99, dtype=torch.uint8)
+    amax, codes = torch.full((rows, 1), -1.0), torch.full((rows, ops.row_bytes(k)), 99, dtype=torch.uint8)
     tensors = {"X": x, "SCALES": scales, "AMAX": amax}
     if stochastic:
         config["STREAM"] = STREAM
         tensors = {"X": x, "SEED": SEED, "SCALES": scales, "AMAX": amax}
-    run(template, tensors, codes, config, template.grid(rows, blocks * 8, config, cdiv=cdiv), mutate=mutate)
+    run(template, tensors, codes, config, template.grid(rows, codes.shape[1], config, cdiv=cdiv), mutate=mutate)
     return codes, scales.view(torch.uint8), amax
 
 
@@ -43,7 +43,8 @@ def reference(x, hadamard, stochastic):
         x = numerics.random_hadamard(x, -1, hadamard)
     drawn = random_bytes(x, SEED, STREAM, 16) if stochastic else None
     codes, scales, amax = numerics.quantize_1x16(x, numerics.row_amax(x), drawn)
-    return codes, numerics.swizzle_scales(scales).view(torch.uint8), amax
+    codes, scales = ops.for_tensor_cores(codes, scales)
+    return codes, scales.view(torch.uint8), amax
 
 
 @pytest.mark.parametrize("sm", [100, 120])
@@ -70,7 +71,7 @@ def two_directions(rows, k):
     """Codes and scales of a matrix and of its transpose, full of something else."""
     found = []
     for m, n in ((rows, k), (k, rows)):
-        found.append(torch.full((m, cdiv(n, 16) * 8), 99, dtype=torch.uint8))
+        found.append(torch.full((m, ops.row_bytes(n)), 99, dtype=torch.uint8))
         shape = numerics.swizzled_shape(m, cdiv(n, 16))
         found.append(torch.full(shape, 77, dtype=torch.uint8).view(torch.float8_e4m3fn))
     return found

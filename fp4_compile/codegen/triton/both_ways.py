@@ -65,7 +65,7 @@ def _for_rows(store: str) -> str:
     head = re.sub(r"\b(\w+)\b", lambda word: _NAMES.get(word[0], word[0]), head)
     # Steps of TALL may end behind the padded rows, which those of a grid do not.
     head = head.replace("mask=block < tile_cols * 4", "mask=(block < tile_cols * 4) & (token < (K + 127) // 128 * 128)")
-    return head + "tl.store(ROW_CODES + idx_t * (ROW_BLOCKS * 8) + idx_b, codes, mask=whole)\n"
+    return head + "tl.store(ROW_CODES + idx_t * ((ROW_BLOCKS + 1) // 2 * 16) + idx_b, codes, mask=whole)\n"
 
 
 _SOURCE = (
@@ -78,6 +78,6 @@ _SOURCE = (
 )
 
 QUANTIZE_BOTH_WAYS = KernelTemplate("fp4_quantize_both_ways", _SOURCE, column_grid)
-"""X ``[K, M]``. Inputs X, ROW_AMAX (f32 ``[K, 1]``), and written: ROW_CODES u8 ``[K, ceil(M/16) * 8]``, ROW_SCALES
+"""X ``[K, M]``. Inputs X, ROW_AMAX (f32 ``[K, 1]``), and written: ROW_CODES u8 ``[K, ceil(M/32) * 16]``, ROW_SCALES
 (swizzled), and as `QUANTIZE_COLUMNS` SCALES and AMAX; output and constants are its too, with ``TALL`` at least 128, and
 ``ROW_STREAM``. The Hadamard transform is the columns' alone."""

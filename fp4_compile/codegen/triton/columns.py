@@ -1,7 +1,7 @@
 """The quantizer of a transposed tensor, which wgrad contracts over tokens: columns of what lies in memory by rows.
 
 X ``[K, M]`` is read as it lies, 16 bytes at a time, turned in shared memory, and quantized along its columns: codes
-``[M, ceil(K/16) * 8]``, swizzled scales, one amax a column. A program has all of its columns and reads them twice, the
+``[M, ceil(K/32) * 16]``, swizzled scales, one amax a column. A program has all of its columns and reads them twice, the
 second time from the cache. Bytes equal those of `fp4_compile.numerics.quantize_1x16` of the transpose.
 """
 

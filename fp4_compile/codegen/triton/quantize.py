@@ -6,7 +6,8 @@ the order of `fp4_compile.numerics.swizzle_scales`, padding zeroed. Bytes equal 
 `fp4_compile.numerics.quantize_1x16`.
 
 X ``[M, K]`` is read through ``load_input``: what Inductor fuses there is computed in registers and rounded to X's
-dtype, as if it had been stored. ``store_output`` writes the codes, u8 ``[M, ceil(K/16) * 8]``.
+dtype, as if it had been stored. ``store_output`` writes the codes, u8 ``[M, ceil(K/16) * 8]``, or (``SWIZZLED``)
+``[M, ceil(K/32) * 16]``, with zeros at the end: TMA wants rows that begin every 16 bytes.
 """
 
 from __future__ import annotations
@@ -129,7 +130,13 @@ low = tl.join((words & 0xFF).to(tl.uint8), (words >> 16 & 0xFF).to(tl.uint8))
 high = tl.join((words >> 8 & 0xFF).to(tl.uint8), (words >> 24 & 0xFF).to(tl.uint8))
 codes = tl.join(low, high).reshape(ROWS, PIECES, 16)
 idx_b = (col // 2)[:, :, None] + tl.arange(0, 16)[None, None, :]
+{% if SWIZZLED %}
+if BLOCKS % 2 != 0:
+    codes = tl.where(idx_b < BLOCKS * 8, codes, 0)
+whole = (idx_m < M) & (idx_b < (BLOCKS + 1) // 2 * 16)
+{% else %}
 whole = (idx_m < M) & (idx_b < BLOCKS * 8)
+{% endif %}
 {{store_output(("idx_m", "idx_b"), "codes", "whole", indent_width=STORE_INDENT, val_shape=("ROWS", "PIECES", "16"))}}
 """
 

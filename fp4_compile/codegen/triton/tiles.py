@@ -42,13 +42,14 @@ _SOURCE = """\
     low, high = nibbles.reshape(64, 32, 2).split()
     codes = (low | (high << 4)).to(tl.uint8)
     idx_b = (left // 2 + tl.arange(0, 32))[None, :]
-    whole = (idx_m < M) & (idx_b < BLOCKS * 8)
+    whole = (idx_m < M) & (idx_b < (BLOCKS + 1) // 2 * 16)
     {{store_output(("idx_m", "idx_b"), "codes", "whole", indent_width=4, val_shape=("64", "32"))}}
     low, high = tl.trans(nibbles).reshape(64, 32, 2).split()
     turned = (low | (high << 4)).to(tl.uint8)
     turned_m = (left + tl.arange(0, 64))[:, None]
     turned_b = (top // 2 + tl.arange(0, 32))[None, :]
-    tl.store(TURNED + turned_m * (ROW_BLOCKS * 8) + turned_b, turned, mask=(turned_m < K) & (turned_b < ROW_BLOCKS * 8))
+    pitch = (ROW_BLOCKS + 1) // 2 * 16  # TMA wants rows that begin every 16 bytes
+    tl.store(TURNED + turned_m * pitch + turned_b, turned, mask=(turned_m < K) & (turned_b < pitch))
 
     # The padding's scale is zero even where amax is NaN.
     row_block = (top // 16 + tl.arange(0, 4))[:, None]
@@ -77,5 +78,5 @@ def _grid(m: Any, packed: Any, _: dict[str, Any], *, cdiv: Any) -> tuple[Any, An
 
 QUANTIZE_TILES = KernelTemplate("fp4_quantize_tiles", _SOURCE + TILE_HELPERS, _grid)
 """Inputs X ``[M, K]``, AMAX ``[PARTS]``, the largest of which counts, and written: SCALES, TURNED u8
-``[K, ceil(M/16) * 8]``, TURNED_SCALES, LARGEST (0-d). Output: codes ``[M, ceil(K/16) * 8]``. Constants: ``PARTS`` and
+``[K, ceil(M/32) * 16]``, TURNED_SCALES, LARGEST (0-d). Output: codes ``[M, ceil(K/32) * 16]``. Constants: ``PARTS`` and
 those of `ptx`."""
