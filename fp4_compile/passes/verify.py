@@ -24,6 +24,7 @@ _QUANTIZERS = (
     ops.quantize_stochastic,
     ops.quantize_tiles,
     ops.transpose,
+    ops.for_tensor_cores,
     torch.ops.aten.reshape.default,
 )
 
@@ -55,6 +56,8 @@ def _check_scaled_mm(node: fx.Node) -> None:
         expected = (rows, packed * 2 // ops.BLOCK)
         if len(node.args) > 8 and node.args[8]:
             expected = swizzled_shape(*expected)
+            if packed != ops.row_bytes(packed * 2):
+                raise VerificationError(f"{node.name}: rows of {packed} bytes of codes, which TMA cannot read")
         if tuple(value(scales).shape[-2:]) != expected:  # type: ignore[arg-type]
             raise VerificationError(f"{node.name}: {packed} bytes of codes do not match {value(scales).shape} scales")  # type: ignore[arg-type]
         if isinstance(codes, fx.Node) and codes.target is observations.observe:

@@ -147,6 +147,43 @@ def test_training() -> None:
         assert difference(got, want) < max(0.012, 0.6 * difference(bf16, want))
 
 
+class Odd(nn.Module):
+    """Widths and numbers of tokens that are no multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(88, 200), nn.Linear(88, 200), nn.Linear(200, 88, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"four_over_six": "all"}, {"weight_block": "16x16"}], ids=str)
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+def test_widths_that_are_no_multiple_of_32(target: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    model, x = Odd().bfloat16(), torch.randn(41, 88).bfloat16()
+    with torch.no_grad():
+        got, want = (run(model, x, target, EVERYTHING | options) for run in (simulate, by_reference))
+        bf16 = model(x)
+    assert difference(got, want) < 0.012
+    assert difference(got, bf16) > 0.015
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_training_on_41_tokens(target: str) -> None:
+    """Each product contracts over another number: 88, 200, and for wgrad the tokens."""
+    options, factors, results = {"stochastic_rounding": False, "bf16_share": 0}, torch.randn(41, 88).bfloat16(), []
+    for run in (simulate, by_reference, lambda model, inputs, *_: model(inputs)):
+        torch.manual_seed(5)
+        model, x = Odd().bfloat16(), torch.randn(41, 88).bfloat16().requires_grad_()
+        y = run(model, x, target, EVERYTHING | {"training": options})
+        (y * factors).sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for got, want, bf16 in zip(*results, strict=True):
+        assert difference(got, want) < 0.25 * difference(bf16, want)
+
+
 def test_random_rounding_is_right_on_average() -> None:
     layer, x = nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(128, 64).bfloat16()
     torch.manual_seed(1)
