@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from fp4_compile import numerics, ops
+from fp4_compile.codegen.library import scaled_mm_by_library
 from fp4_compile.codegen.lowering import register_lowerings
 
 Row = dict[str, Any]
@@ -41,10 +42,11 @@ def seconds(call: Callable[..., object], least: float, *arguments: Any) -> float
     )
 
 
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: str = "inductor", autotuned: bool = False) -> Callable[..., Any]:
     """A function with the kernels of this device; those of other sizes are forgotten, since Dynamo keeps but eight."""
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    options = {"max_autotune_gemm": True} if autotuned else None
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options)
 
 
 def quantize(x: Tensor, hadamard: int = 0, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +70,7 @@ def correctness(device: str, fp4: bool) -> list[Row]:
     """Each kernel on odd and even sizes: bytes of the quantizers, and the largest relative error of products."""
     rows = []
     seed = torch.tensor(0x1234567, dtype=torch.int64)
-    for m, n, k in ((130, 96, 352), (1, 128, 64), (512, 1024, 2048)):
+    for m, n, k in ((130, 96, 330), (1, 128, 64), (512, 1024, 2048)):
         generator = torch.Generator().manual_seed(m)
         x, w = (torch.randn(size, k, generator=generator).bfloat16() for size in (m, n))
         quantizers: dict[str, Callable[..., Any]] = {
@@ -89,10 +91,21 @@ def correctness(device: str, fp4: bool) -> list[Row]:
             exact = F.linear(decoded(x), weight).double()
             got = compiled(lambda *t: ops.scaled_mm(*t, None, torch.float32, True))(*on)
             rows.append(product_row("product", (m, n, k), got, exact))
+            rows += library_rows((m, n, k), on, exact)
         codes, scales, amax = (t.to(device) for t in numerics.quantize_1x16(w, numerics.row_amax(w)))
         got = compiled(lambda *t: ops.weight_mm(*t, None, torch.float32))(x.to(device), codes, scales, amax)
         rows.append(product_row("product, weight-only", (m, n, k), got, F.linear(x.float(), weight).double()))
     return rows
+
+
+def library_rows(size: tuple[int, int, int], operands: list[Tensor], exact: Tensor) -> list[Row]:
+    """cuBLASLt's product, a choice of autotuning, with the amaxes of rows; none where torch has none."""
+    try:
+        got = scaled_mm_by_library(*operands, torch.float32)
+    except NotImplementedError as error:
+        print(str(error).splitlines()[0], file=sys.stderr)
+        return []
+    return [product_row("product, cuBLASLt", size, got, exact)]
 
 
 def decoded(x: Tensor) -> Tensor:
@@ -115,6 +128,8 @@ def products(device: str, fp4: bool, sizes: list[tuple[int, int, int]], least: f
             a, b = (compiled(quantize)(t) for t in (x, w))
             ours = compiled(lambda *t: ops.scaled_mm(*t, None, torch.bfloat16, True))
             row["ours"] = flops / seconds(ours, least, *a, *b)
+            tuned = compiled(lambda *t: ops.scaled_mm(*t, None, torch.bfloat16, True), autotuned=True)
+            row["ours, autotuned"] = flops / seconds(tuned, least, *a, *b)
             row["cuBLAS NVFP4"] = library_nvfp4(a, b, flops, least)
         codes, scales, amax = compiled(lambda t: ops.quantize_rows(t, False))(w)
         weight_only = compiled(lambda *t: ops.weight_mm(*t, None, torch.bfloat16))
@@ -124,17 +139,12 @@ def products(device: str, fp4: bool, sizes: list[tuple[int, int, int]], least: f
 
 
 def library_nvfp4(a: tuple[Tensor, ...], b: tuple[Tensor, ...], flops: float, least: float) -> float | None:
-    """torch's own NVFP4 product of the same codes and scales; None where it has none."""
-    recipe, swizzle = F.ScalingType.BlockWise1x16, F.SwizzleType.SWIZZLE_32_4_4
-    left, right = (t[0].view(torch.float4_e2m1fn_x2) for t in (a, b))
-
-    def call() -> Tensor:
-        return F.scaled_mm(left, right.t(), a[1].flatten(), recipe, b[1].flatten(), recipe, swizzle, swizzle)
-
+    """torch's own NVFP4 product of the same codes and scales, one amax for each tensor; None where it has none."""
+    operands = [*a[:2], a[2].amax(), *b[:2], b[2].amax()]
     try:
-        return flops / seconds(call, least)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        print(f"torch's NVFP4 product: {str(error).splitlines()[0]}", file=sys.stderr)
+        return flops / seconds(scaled_mm_by_library, least, *operands, torch.bfloat16)
+    except NotImplementedError as error:
+        print(str(error).splitlines()[0], file=sys.stderr)
         return None
 
 
