@@ -9,7 +9,7 @@
     fp4.scaled_mm       a template whose consumers (bias, activation, residual) Inductor computes inside, or cuBLASLt
     fp4.weight_mm       the same, of a high-precision activation and a quantized weight
 
-On a CPU, and for recipes without a template, the operators are called as they are.
+On a CPU, for empty tensors, and for recipes without a template, the operators are called as they are.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ def _register(op: Any, lower: Callable[..., Any]) -> None:
     def dispatch(*args: Any) -> Any:
         first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
         device = first.get_device()
-        result = lower(*args) if device.type == "cuda" else None
+        result = lower(*args) if device.type == "cuda" and not any(map(_is_empty, args)) else None
         return as_it_is(*args) if result is None else result
 
     lowering.register_lowering(op, type_promotion_kind=None)(dispatch)
 
 
+def _is_empty(argument: Any) -> bool:
+    return isinstance(argument, inductor().ir.TensorBox) and 0 in argument.get_size()
+
+
 def _amax(x: Any) -> Any:
     """`fp4_compile.numerics.tensor_amax`."""
-    if _hint(functools.reduce(lambda a, b: a * b, x.get_size(), 1)) == 0:
-        return None
     lower = inductor().lowering.lowerings
     magnitude = _magnitude(x)
     finite = lower[aten.where.self](lower[aten.lt.Scalar](magnitude, float("inf")), magnitude, 0.0)

@@ -170,6 +170,15 @@ def test_widths_that_are_no_multiple_of_32(target: str, options: dict[str, Any])
     assert difference(got, bf16) > 0.015
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_no_tokens(target: str) -> None:
+    """An expert that no token is sent to, say."""
+    model, x = Odd().bfloat16(), torch.randn(0, 88).bfloat16().requires_grad_()
+    simulate(model, x, target, EVERYTHING | {"training": {"bf16_share": 0}}).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 def test_training_on_41_tokens(target: str) -> None:
     """Each product contracts over another number: 88, 200, and for wgrad the tokens."""
