@@ -72,6 +72,7 @@ def pinned(tmp_path, precision):
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_a_warm_second_process_reuses_the_code_and_gives_the_same_numbers(process, grad):
     first, second = process(grad=grad), process(grad=grad)
@@ -81,6 +82,7 @@ def test_a_warm_second_process_reuses_the_code_and_gives_the_same_numbers(proces
     assert 0.05 < second["error"] < 0.3
 
 
+@pytest.mark.slow
 def test_another_option_never_gets_the_first_ones_code(process):
     plain = process()
     tiles, again = process(options={"weight_block": "16x16"}), process(options={"weight_block": "16x16"})
@@ -91,6 +93,7 @@ def test_another_option_never_gets_the_first_ones_code(process):
     assert again["sum"] == tiles["sum"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_another_plan_never_gets_the_first_ones_code(process, tmp_path, grad):
     default = process(grad=grad)
@@ -101,17 +104,20 @@ def test_another_plan_never_gets_the_first_ones_code(process, tmp_path, grad):
     assert back["sum"] == default["sum"]
 
 
+@pytest.mark.slow
 def test_inductors_own_code_for_the_model_is_not_ours(process):
     inductor, ours = process(backend="inductor"), process()
     assert inductor["error"] < 1e-5 < 0.05 < ours["error"]
     assert process(backend="inductor")["error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_another_version_compiles_anew(process):
     process()
     assert process(version="99.0")["hits"] == 0
 
 
+@pytest.mark.slow
 def test_another_policy_is_followed_although_the_cache_is_warm(process):
     assert process()["error"] > 0.05
     assert process(policy=100)["error"] < 1e-5

@@ -190,6 +190,7 @@ def test_products_written_otherwise() -> None:
                 assert_by_hand(y, nvfp4_linear(x, model.weight.t()), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_convolutions(channels_last: bool) -> None:
     """Memory format, channels that 16 does not divide: https://github.com/pytorch/ao/pull/3352,

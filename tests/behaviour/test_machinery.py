@@ -58,6 +58,7 @@ def assert_works(model: nn.Module, compiled: Callable[[Tensor], Tensor], twin: n
 ROWS = (7, 1, 2, 3, 5, 8, 13, 16, 31, 32, 48, 64, 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_thirteen_batch_sizes_make_three_graphs_at_most(training: bool) -> None:
     """One for the first size, one for any size, one for the single row."""

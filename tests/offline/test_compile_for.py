@@ -69,6 +69,7 @@ def test_no_kernel_fails_spills_or_reads_in_small_pieces(inference):
         assert kernel.instructions["cvt e2m1"]
 
 
+@pytest.mark.slow
 def test_an_epilogue_with_two_results_does_not_spill():
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -168,6 +169,7 @@ def test_the_process_is_as_before_after_an_error():
     assert gpu_state() == before
 
 
+@pytest.mark.slow
 def test_a_training_step_has_forward_and_backward():
     model = nn.Sequential(nn.Linear(256, 128, bias=False), nn.GELU(), nn.Linear(128, 256, bias=False)).bfloat16()
     result = compile_for(model, torch.randn(128, 256).bfloat16(), "sm_120", options=EVERYTHING)

@@ -141,6 +141,7 @@ def test_a_mask_in_training() -> None:
         assert difference(got, want) < 0.012
 
 
+@pytest.mark.slow
 def test_training() -> None:
     options = {**EVERYTHING, "training": {"stochastic_rounding": False, "bf16_share": 0.0}}
     for got, want, bf16 in both(True, "sm_100", options):
@@ -179,6 +180,7 @@ def test_no_tokens(target: str) -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 def test_training_on_41_tokens(target: str) -> None:
     """Each product contracts over another number: 88, 200, and for wgrad the tokens."""
@@ -193,6 +195,7 @@ def test_training_on_41_tokens(target: str) -> None:
         assert difference(got, want) < 0.25 * difference(bf16, want)
 
 
+@pytest.mark.slow
 def test_random_rounding_is_right_on_average() -> None:
     layer, x = nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(128, 64).bfloat16()
     torch.manual_seed(1)
@@ -328,6 +331,7 @@ def test_the_process_is_as_before() -> None:
     assert gpu_state() == before
 
 
+@pytest.mark.slow
 def test_kernels_compile_after_a_simulation() -> None:
     """In a process of its own, where the simulator is the first to import Triton."""
     script = """
