@@ -12,7 +12,7 @@ from typing import Any
 from fp4_compile.backend import inductor_settings
 from fp4_compile.codegen.lowering import register_lowerings
 from fp4_compile.errors import DumpError, OptionError
-from fp4_compile.offline.generate import Program, generate
+from fp4_compile.offline.generate import Program, Strides, generate
 from fp4_compile.offline.kernels import Kernel, compile_kernel
 from fp4_compile.offline.machine import Target, find_target
 from fp4_compile.offline.summary import KernelSummary, Summary, summarize
@@ -94,8 +94,9 @@ def compile_traced(traced: list[Traced], target: Target, settings: Mapping[str, 
     kernels: dict[str, Kernel | Exception] = {}
     rows: list[KernelSummary] = []
     for graph in traced:
+        kept: Strides = {}
         for part, gm in graph.parts:
-            program = generate(part, gm, settings, target)
+            program = generate(part, gm, settings, target, kept)
             programs.append(program)
             if ptx:
                 for name, source in program.kernels.items():

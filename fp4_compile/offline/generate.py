@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import sympy
 from torch import fx
 
 from fp4_compile._torch_compat import generate_program, inductor
@@ -62,20 +63,44 @@ class Program:
         return sum(launch.bytes for launch in self.launches)
 
 
-def generate(part: str, gm: fx.GraphModule, settings: Mapping[str, Any], target: Target) -> Program:
-    """Write the program of a functional graph that was traced on the CPU; the graph is consumed."""
+Strides = dict[str, tuple[int, ...]]
+
+
+def generate(
+    part: str, gm: fx.GraphModule, settings: Mapping[str, Any], target: Target, kept: Strides | None = None
+) -> Program:
+    """Write the program of a functional graph that was traced on the CPU; the graph is consumed.
+
+    ``kept``: how a forward lays out its results, by name, which it notes and its backward reads. Inductor pads rows
+    of what is kept for the backward.
+    """
+    returned = [node.name if isinstance(node, fx.Node) else "" for node in gm.graph.output_node().args[0]]  # type: ignore
     with offline_device(target):
-        inputs = retarget(gm)
-        source, found = generate_program(
+        inputs = retarget(gm, kept if part == "backward" else None)
+        source, (found, strides) = generate_program(
             gm,
             inputs,
             settings,
             is_inference=part in ("inference", "weight_prologue"),
             is_backward=part == "backward",
-            look=_scheduled,
+            look=lambda scheduler: (_scheduled(scheduler), _result_strides()),
         )
+    if kept is not None and part == "forward":
+        kept.update((name, stride) for name, stride in zip(returned, strides, strict=True) if stride is not None)
     kernels = dict(TRITON.findall(source))
     return Program(part, source, kernels, tuple(_name_launches(source, kernels, found)))
+
+
+def _result_strides() -> list[tuple[int, ...] | None]:
+    """Of each result; None where it has none, or they depend on a size, which Inductor does not pad."""
+    found: list[tuple[int, ...] | None] = []
+    for result in inductor().V.graph.graph_outputs:
+        stride = result.maybe_get_stride() if isinstance(result, inductor().ir.IRNode) else None
+        if stride is None or not all(isinstance(step, (int, sympy.Integer)) for step in stride):
+            found.append(None)
+        else:
+            found.append(tuple(map(int, stride)))
+    return found
 
 
 def _scheduled(scheduler: Any) -> list[Launch]:

@@ -10,7 +10,7 @@ differs between the devices is little: where tensors are created, and the attent
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
 
 
-def retarget(gm: fx.GraphModule) -> list[Any]:
+def retarget(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]] | None = None) -> list[Any]:
     """Move a graph and the graphs inside it to `GPU`, in place.
 
     Args:
         gm: a functional ATen graph; its values are fake CPU tensors.
+        strides: of placeholders that lie otherwise on the GPU, by name.
 
     Returns:
         What its placeholders hold: fake tensors on the GPU, and sizes.
@@ -53,6 +54,9 @@ def retarget(gm: fx.GraphModule) -> list[Any]:
             with gm.graph.inserting_before(node):
                 swap(gm.graph, node)
             gm.graph.erase_node(node)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if strides and node.name in strides:
+            node.meta["val"] = _laid_out(node.meta["val"], strides[node.name])
     gm.graph.lint()
     gm.recompile()
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -63,6 +67,13 @@ def _moved(value: Any) -> Any:
         return value
     with value.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
+
+
+def _laid_out(value: Any, stride: tuple[int, ...]) -> Any:
+    if tuple(value.stride()) == stride:
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
 
 
 def _moved_device(argument: Any) -> Any:

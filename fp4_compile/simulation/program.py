@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fp4_compile._torch_compat import TorchDispatchMode, load_kernel
 from fp4_compile.errors import SimulationError
-from fp4_compile.offline.generate import TRITON, Program, generate
+from fp4_compile.offline.generate import TRITON, Program, Strides, generate
 from fp4_compile.offline.machine import Target, offline_device
 from fp4_compile.offline.trace import Executor, Lowered
 from fp4_compile.simulation.interpreter import Kernel
@@ -40,15 +40,19 @@ _SELF_TEST = re.compile(r"^def (get_args|benchmark_compiled_module)\(.*", re.DOT
 def simulated(target: Target, settings: Mapping[str, Any]) -> Executor:
     """An executor that generates the program of each graph and runs it here."""
 
+    kept: Strides = {}
+
     def executor(lowered: Lowered) -> Callable[[list[Any]], Sequence[Any]]:
-        loaded: list[SimulatedProgram] = []
+        nonlocal kept
+        kept = kept if lowered.part == "backward" else {}  # a backward follows its forward
+        mine, loaded = kept, list[SimulatedProgram]()
 
         def run(inputs: list[Any]) -> Sequence[Any]:
             hoisted = lowered.hoisted
             if not loaded:  # at the first call, and not in the middle of the trace
                 parts = [("weight_prologue", hoisted.prologue)] if hoisted is not None else []
                 for part, gm in [*parts, (lowered.part, lowered.gm)]:
-                    loaded.append(SimulatedProgram(generate(part, gm, settings, target), target))
+                    loaded.append(SimulatedProgram(generate(part, gm, settings, target, mine), target))
             if hoisted is None:
                 return loaded[0](inputs)
             return loaded[1]([*inputs, *loaded[0]([inputs[i] for i in hoisted.inputs])])

@@ -171,6 +171,30 @@ def test_widths_that_are_no_multiple_of_32(target: str, options: dict[str, Any])
     assert difference(got, bf16) > 0.015
 
 
+class Kept(nn.Module):
+    """The first layer's result is kept for the backward, 13 times 96 numbers apart: Inductor pads that on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(96, 96), nn.Linear(93, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x[..., 3:]) * torch.sigmoid(x)
+
+
+def test_what_is_kept_for_the_backward_may_be_padded() -> None:
+    options = EVERYTHING | {"training": {"stochastic_rounding": False, "bf16_share": 0}}
+    results = []
+    for run in (simulate, by_reference):
+        torch.manual_seed(5)
+        model, x = Kept().bfloat16(), torch.randn(3, 13, 96).bfloat16().requires_grad_()
+        run(model, x, "sm_100", options).sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    for got, want in zip(*results, strict=True):
+        assert difference(got, want) < 0.04
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_no_tokens(target: str) -> None:
     """An expert that no token is sent to, say."""
