@@ -26,7 +26,7 @@ class Kernel:
 
     def __init__(self, function: Any) -> None:
         """``function``: what ``triton.jit`` made of it, or the Python function itself."""
-        self._function = getattr(function, "fn", function)
+        self._function = function
 
     def __call__(self, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
         """Run all programs, one after the other; the tensors among the arguments are read and written.
@@ -40,7 +40,7 @@ class Kernel:
 
         x, y, z = (*grid, 1, 1)[:3]
         with interpreted():
-            body = _rewritten(self._function)
+            body = _body(self._function)
             handles = [interpreter._implicit_cvt(a) for a in arguments]
             builder = interpreter.interpreter_builder
             builder.set_grid_dim(x, y, z)
@@ -99,22 +99,30 @@ def _empty() -> None:
 
 def _interpret(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """In the place of a call of one Triton function by another."""
-    return _rewritten(function.fn)(*arguments, **keywords)
+    return _body(function)(*arguments, **keywords)
+
+
+def _body(function: Any) -> Callable[..., Any]:
+    """The function as the interpreter runs it; its text is what ``triton.jit`` read when it was defined."""
+    from triton.runtime.jit import JITFunction
+
+    jitted: Any = function if isinstance(function, JITFunction) else JITFunction(function)
+    return _rewritten(jitted.fn, jitted._src, jitted.file_name, jitted.def_file_line_number)
 
 
 @functools.cache
-def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+def _rewritten(function: Callable[..., Any], text: str, file: str, line: int) -> Callable[..., Any]:
     """The function with its assignments made tensors, in a copy of its globals."""
     from triton.runtime import interpreter
 
-    rewriter: Any = interpreter.FunctionRewriter(function)
     private = types.FunctionType(
         function.__code__, dict(function.__globals__), function.__name__, function.__defaults__, function.__closure__
     )
     private.__module__, private.__qualname__ = function.__module__, function.__qualname__
     private.__annotations__ = dict(function.__annotations__)
-    rewriter.fn = private
-    rewritten: Callable[..., Any] = rewriter.rewrite_ast()
+    rewriter: Any = interpreter.FunctionRewriter(private)
+    rewriter.filename, rewriter.def_file_lineno = file, line
+    rewritten: Callable[..., Any] = rewriter._compile_and_exec(rewriter._transform_ast(text))
     return rewritten
 
 

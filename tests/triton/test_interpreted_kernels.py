@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from kernels import EPS, error, quantize_rows, reference_rows, same_bytes, scaled_mm, weight_mm
-from standalone import Fusion
+from standalone import Fusion, load
 
 from fp4_compile.simulation import interpreted
 from fp4_compile.simulation.interpreter import Kernel
@@ -143,3 +145,30 @@ def test_a_constant_of_bf16():
     out, x = torch.empty(16, dtype=torch.bfloat16), torch.randn(16).bfloat16()
     Kernel(constant)((1,), out, x)
     assert torch.equal(out, x * -1.5)
+
+
+KERNEL = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def twice(x):
+    return x * 2
+
+
+@triton.jit
+def fill(out):
+    tl.store(out + tl.arange(0, 4), twice(tl.arange(0, 4)))
+"""
+
+
+def test_the_text_of_a_kernel_is_that_it_was_defined_with():
+    """Another process may have replaced its file in a cache."""
+    module = load(KERNEL)
+    Path(module.__file__).write_text(
+        KERNEL.replace("\n\n\n", "\n\n\n\n@triton.jit\ndef unrelated(x):\n    return x\n\n\n")
+    )
+    out = torch.zeros(4, dtype=torch.int32)
+    Kernel(module.fill)((1,), out)
+    assert out.tolist() == [0, 2, 4, 6]
