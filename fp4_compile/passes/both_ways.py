@@ -7,8 +7,8 @@ after   %1 = fp4.row_amax(%g)
         %2 = fp4.quantize_both_ways(%g, %1, 16, %seed, 3, 4)     both codes and scales, and the columns' amax
 
 The same bytes result. It gains where the kernel that makes the tensor leaves the rows' amax behind, a reduction that
-Inductor fuses into it: where that is a pointwise operation. What a library or a GEMM's epilogue makes would have to be
-read once more for its amax, and keeps two quantizers, the first of which finds it as it goes.
+Inductor fuses into it: where that is a pointwise operation, or a concatenation. What a library or a GEMM's epilogue
+makes would have to be read once more for its amax, and keeps two quantizers, the first of which finds it as it goes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _source(node: fx.Node) -> fx.Node:
 def _leaves_amax_behind(rows: Reader) -> bool:
     """Whether Inductor writes a kernel for the tensor that a reduction of its rows can be part of."""
     node = _source(rows.tensor)
-    if not is_pointwise(node) or is_view(node):  # a copy of a transpose goes another way through memory
+    made = is_pointwise(node) or node.target is aten.cat.default
+    if not made or is_view(node):  # a copy of a transpose goes another way through memory
         return False
     return is_backward(node) == is_backward(rows.node) and not _in_epilogue(node)
 

@@ -78,6 +78,7 @@ def test_where_the_amax_would_cost_a_pass_there_are_two_quantizers():
         return ops.scaled_mm(codes, scales, amax, codes, scales, amax, None, torch.float32, True)
 
     assert merged(lambda g, w: quantized_twice(g * w), g, w)[1]
+    assert merged(lambda g, w: quantized_twice(torch.cat([g * w, g + w], 1)), g, w)[1]
     assert merged(lambda g, w: quantized_twice((g * w).view(4, 16, 64).view(64, 64)), g, w)[1]
     assert not merged(lambda g: quantized_twice(g), g)[1]  # made outside
     assert not merged(lambda g, w: quantized_twice(g @ w), g, w)[1]  # a library's
