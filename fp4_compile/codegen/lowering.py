@@ -312,7 +312,9 @@ def _product(
     if bias is not None:
         result = parts.lowering.add(result, parts.lowering.to_dtype(bias, torch.float32))
     if not rounds:
-        result = parts.lowering.to_dtype(result, out_dtype)
+        # As Inductor lowers a cast: whether what is fused behind sees the rounded number is its user's setting.
+        fused = not parts.config.emulate_precision_casts
+        result = parts.lowering.to_dtype(result, out_dtype, use_compute_types=fused)
         result.realize()
     return result
 
