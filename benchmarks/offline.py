@@ -1,6 +1,6 @@
 """What is emitted for GPUs that are not here: kernels, bytes, instructions and predicted times, beside Inductor's BF16.
 
-    python benchmarks/offline.py [--quick] [--json PATH] [--models NAME ...] [--targets NAME ...]
+    python benchmarks/offline.py [--quick] [--json PATH] [--models NAME ...] [--targets NAME ...] [--tokens N]
 
 Every program is generated and compiled on this machine; nothing runs, and times are the cost model's. ``--quick``: a
 narrow Llama-style block, inference, on sm_100 and sm_90, all its products in NVFP4. Where torchao is installed, its
@@ -34,12 +34,13 @@ from fp4_compile.offline.summary import Summary
 from fp4_compile.offline.trace import trace
 
 TARGETS = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-TOKENS = 4096
 
 
-def generate(name: str, target: str, training: bool, quick: bool) -> tuple[Offline, Summary, Summary | None]:
+def generate(
+    name: str, target: str, training: bool, quick: bool, tokens: int
+) -> tuple[Offline, Summary, Summary | None]:
     """Ours, and the summaries of what Inductor writes for the same model in BF16 and as torchao quantizes it."""
-    model, inputs = make(name, 256 if quick else TOKENS, quick)
+    model, inputs = make(name, tokens, quick)
     if training and isinstance(inputs, torch.Tensor):
         inputs.requires_grad_()
     options = {"target": None} if quick else None  # narrow layers do not pay, and are to be seen all the same
@@ -73,7 +74,7 @@ def with_torchao_weights(name: str, quick: bool) -> Any:
     from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig, inference_workflow
     from torchao.quantization import quantize_
 
-    model, _ = make(name, TOKENS, quick)
+    model, _ = make(name, 256, quick)  # its weights alone are wanted
     with mock.patch.object(inference_workflow, "is_sm_at_least_100", lambda: True):
         quantize_(model, NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False))
     return model
@@ -159,18 +160,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures, and every kernel, here")
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--tokens", type=int, default=4096, help="in a call; 4096 unless given, a multiple of 256")
     arguments = parser.parse_args()
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    names, targets = arguments.models, arguments.targets
+    names, targets, tokens = arguments.models, arguments.targets, arguments.tokens
     passes = (False, True)
     if arguments.quick:
-        names, targets, passes = ["llama"], ["sm_100", "sm_90"], (False,)
+        names, targets, tokens, passes = ["llama"], ["sm_100", "sm_90"], 256, (False,)
     rows: list[dict[str, Any]] = []
     for name in names:
         for target in targets:
             for training in passes:
                 start = time.perf_counter()
-                rows.append(row(name, target, training, *generate(name, target, training, arguments.quick)))
+                generated = generate(name, target, training, arguments.quick, tokens)
+                rows.append(row(name, target, training, *generated))
                 print(f"{name} {target} {rows[-1]['pass']}: {time.perf_counter() - start:.0f} s", flush=True)
                 if arguments.json:
                     arguments.json.write_text(json.dumps(result(rows), indent=1), encoding="utf-8")

@@ -24,6 +24,7 @@ from fp4_compile._torch_compat import (
     size_hint,
     without_autograd_cache,
 )
+from fp4_compile.backend import inductor_settings
 from fp4_compile.errors import Fp4CompileError
 from fp4_compile.options import Options
 from fp4_compile.passes.hoist_weights import Hoisted, hoist_weights
@@ -114,6 +115,7 @@ class _Tracer:
         pipeline = None
         if options is not None:
             recorder.graph("captured", gm)
+            settings = inductor_settings(options, None, on_cpu=False)
             pipeline = Pipeline(options, example_inputs, recorder, self._sm)
             settings["joint_custom_pre_pass"] = (*custom_passes("joint_custom_pre_pass"), pipeline)
         try:

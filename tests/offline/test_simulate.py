@@ -25,7 +25,11 @@ from fp4_compile.offline.trace import Lowered, execute
 from fp4_compile.simulation import program as simulation
 from fp4_compile.testing import simulate
 
-EVERYTHING = {"target": None}  # small layers do not pay on any device
+EVERYTHING: dict[str, Any] = {"target": None}  # small layers do not pay on any device
+# Fused kernels round to BF16 where eager PyTorch does: of a difference to the reference there is left the order in
+# which FP32 is summed, which now and then moves a BF16 number to its neighbour.
+ROUNDED = EVERYTHING | {"inductor": {"emulate_precision_casts": True}}
+ALL_ROUNDED = ROUNDED | {"training": {"bf16_share": 0.0}}
 
 
 class Block(nn.Module):
@@ -89,10 +93,34 @@ def both(training: bool, target: str, options: dict[str, Any], *more: Tensor) ->
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
 def test_inference(target: str) -> None:
-    [(got, want, bf16)] = both(False, target, EVERYTHING)
+    [(got, want, bf16)] = both(False, target, ROUNDED)
     assert difference(got, bf16) > 0.015  # it is really quantized
-    # Sums in another order move a BF16 number to its neighbour, and now and then an FP4 number.
+    assert difference(got, want) < 0.002
+
+
+def test_what_a_fused_kernel_does_not_round() -> None:
+    """Then an FP4 number is another now and then."""
+    [(got, want, _)] = both(False, "sm_100", EVERYTHING)
     assert difference(got, want) < 0.012
+
+
+class Gelu(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 96, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.layer(x)) * torch.tanh(x[..., :1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_an_epilogue_rounds_between_operations_if_inductor_is_told_to(target: str, bias: bool) -> None:
+    torch.manual_seed(7)
+    model, x = Gelu(bias).bfloat16(), torch.randn(40, 64).bfloat16()
+    with torch.no_grad():
+        got, want = (run(model, x, target, ROUNDED) for run in (simulate, by_reference))
+    assert torch.equal(got, want)
 
 
 class Pictures(nn.Module):
@@ -113,16 +141,16 @@ def test_library_results_are_laid_out_as_on_the_gpu() -> None:
     torch.manual_seed(3)
     model, x = Pictures().bfloat16(), torch.randn(16, 3, 8, 8).bfloat16()
     with torch.no_grad():
-        got, want = (run(model, x, "sm_100", EVERYTHING) for run in (simulate, by_reference))
+        got, want = (run(model, x, "sm_100", ROUNDED) for run in (simulate, by_reference))
         bf16 = model(x)
-    assert difference(got, want) < 0.012
+    assert difference(got, want) < 0.002
     assert difference(got, bf16) > 0.03
 
 
 def test_a_mask_takes_the_other_attention_operator() -> None:
     mask = torch.rand(2, 1, 64, 64).bfloat16()
-    [(got, want, _)] = both(False, "sm_100", EVERYTHING, mask)
-    assert difference(got, want) < 0.012
+    [(got, want, _)] = both(False, "sm_100", ROUNDED, mask)
+    assert difference(got, want) < 0.002
 
 
 def test_a_mask_in_training() -> None:
@@ -143,9 +171,8 @@ def test_a_mask_in_training() -> None:
 
 @pytest.mark.slow
 def test_training() -> None:
-    options = {**EVERYTHING, "training": {"stochastic_rounding": False, "bf16_share": 0.0}}
-    for got, want, bf16 in both(True, "sm_100", options):
-        assert difference(got, want) < max(0.012, 0.6 * difference(bf16, want))
+    for got, want, bf16 in both(True, "sm_100", ALL_ROUNDED):
+        assert difference(got, want) < max(0.002, 0.02 * difference(bf16, want))
 
 
 class Odd(nn.Module):
@@ -165,9 +192,9 @@ def test_widths_that_are_no_multiple_of_32(target: str, options: dict[str, Any])
     torch.manual_seed(5)
     model, x = Odd().bfloat16(), torch.randn(41, 88).bfloat16()
     with torch.no_grad():
-        got, want = (run(model, x, target, EVERYTHING | options) for run in (simulate, by_reference))
+        got, want = (run(model, x, target, ROUNDED | options) for run in (simulate, by_reference))
         bf16 = model(x)
-    assert difference(got, want) < 0.012
+    assert difference(got, want) < 0.002
     assert difference(got, bf16) > 0.015
 
 
@@ -184,15 +211,14 @@ class Kept(nn.Module):
 
 
 def test_what_is_kept_for_the_backward_may_be_padded() -> None:
-    options = EVERYTHING | {"training": {"stochastic_rounding": False, "bf16_share": 0}}
     results = []
     for run in (simulate, by_reference):
         torch.manual_seed(5)
         model, x = Kept().bfloat16(), torch.randn(3, 13, 96).bfloat16().requires_grad_()
-        run(model, x, "sm_100", options).sum().backward()
+        run(model, x, "sm_100", ALL_ROUNDED).sum().backward()
         results.append([x.grad, *(p.grad for p in model.parameters())])
     for got, want in zip(*results, strict=True):
-        assert difference(got, want) < 0.04
+        assert difference(got, want) < 0.002
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -208,15 +234,15 @@ def test_no_tokens(target: str) -> None:
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 def test_training_on_41_tokens(target: str) -> None:
     """Each product contracts over another number: 88, 200, and for wgrad the tokens."""
-    options, factors, results = {"stochastic_rounding": False, "bf16_share": 0}, torch.randn(41, 88).bfloat16(), []
+    factors, results = torch.randn(41, 88).bfloat16(), []
     for run in (simulate, by_reference, lambda model, inputs, *_: model(inputs)):
         torch.manual_seed(5)
         model, x = Odd().bfloat16(), torch.randn(41, 88).bfloat16().requires_grad_()
-        y = run(model, x, target, EVERYTHING | {"training": options})
+        y = run(model, x, target, ALL_ROUNDED)
         (y * factors).sum().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
     for got, want, bf16 in zip(*results, strict=True):
-        assert difference(got, want) < 0.25 * difference(bf16, want)
+        assert difference(got, want) < max(0.002, 0.02 * difference(bf16, want))
 
 
 @pytest.mark.slow
